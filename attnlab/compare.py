@@ -18,7 +18,6 @@ beside it, with --tasks in a folder for each. An experiment file may have a dict
 compare with, and a dictionary COMPARE of flags.
 """
 
-import functools
 import math
 import sys
 import tempfile
@@ -39,7 +38,7 @@ from attnlab.support.errors import UserError
 from attnlab.support.files import read_json
 from attnlab.sweep import shared_options
 from attnlab.sweeping import grid, training_runs
-from attnlab.testing.layer import LENGTH, check_layer
+from attnlab.testing.layer import check_layer
 from attnlab.training import flops, precision
 from attnlab.training import text as texts
 
@@ -132,8 +131,7 @@ def _check_own(found) -> None:
             config = config.copy_and_resolve_references()
             config.precision, config.model.dropout, config.model.impl = "float32", 0.0, "auto"
             kind, model = kinds.named(word), GPT.from_config(config, vocab_size=config.model.vocab_size or 256)
-            empty_cache = functools.partial(kind.empty_cache, model, capacity=LENGTH)
-            faults = check_layer(kind.module(model), empty_cache, model.width)
+            faults = check_layer(kind.module(model), model.width)
             if faults:
                 raise UserError(f"{word}: {faults[0]}: mend it, or leave out the check by --check=off")
             print(f"{word}: causal, the same in pieces and packed, finite gradients; also padded and stacked")

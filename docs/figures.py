@@ -204,7 +204,7 @@ def mixers(_: Path) -> None:
         model = GPT(96, 4, 4, 128, 64, positions="none", **fields)
         sizes = []
         for length in lengths:
-            caches = jax.eval_shape(functools.partial(model.empty_caches, 1, int(length)))
+            caches = jax.eval_shape(functools.partial(model.init_caches, 1, int(length)))
             sizes.append(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches)))
         axes.loglog(lengths, sizes, label=name, color=color)
     axes.set_xlabel("tokens of the text")

@@ -161,7 +161,7 @@ def gru_step(d):
     """The program of one step from any state; with a constant zero state XLA would drop half of the products."""
     x, gru = jnp.zeros((1, 1, d)), GRU()
     params = gru.init(jax.random.key(0), x)
-    return compiled_for(lambda x, cache: gru.apply(params, x, cache=cache), x, gru.empty_cache(1, d))
+    return compiled_for(lambda x, cache: gru.apply(params, x, cache=cache), x, gru.init_cache(1, d))
 
 
 def compiled_for(function, *args):

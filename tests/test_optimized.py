@@ -105,7 +105,7 @@ def test_optimized_gpt_and_its_caches_equal_float64(name):
     exact = in_float64(functools.partial(train, wide), params)
     assert_as_exact(optimized(functools.partial(train, model))(params), exact, steps=1000)
 
-    logits, caches, step = [], model.empty_caches(batch=2), optimized(step)
+    logits, caches, step = [], model.init_caches(batch=2), optimized(step)
     for at in (slice(0, 9), *(slice(i, i + 1) for i in range(9, 13))):
         part, caches = step(params, TOKENS[:, at], caches)
         logits.append(part)

@@ -125,7 +125,7 @@ def _decoding(model: GPT, params, length: int) -> dict[str, float]:
 
     @jax.jit
     def prefill(params, tokens):
-        return model.apply(params, tokens, caches=model.empty_caches(1))[1]
+        return model.apply(params, tokens, caches=model.init_caches(1))[1]
 
     @jax.jit
     def decode(params, caches):

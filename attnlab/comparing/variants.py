@@ -108,7 +108,7 @@ def size(config: ConfigDict, vocab_size: int, of: str, length: int | None = None
 
 def state_bytes(model: GPT, length: int | None = None) -> int:
     """Bytes that decoding keeps of one text of `length` tokens; None for the model's context."""
-    empty = jax.eval_shape(lambda: model.empty_caches(1, length))
+    empty = jax.eval_shape(lambda: model.init_caches(1, length))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(empty))
 
 

@@ -210,7 +210,7 @@ def _read_again(model, params, state: State, texts, due) -> tuple[State, int]:
 @functools.partial(jax.jit, static_argnames=("model", "copies", "capacity"))
 def _prefill(model, params, tokens, lengths, copies, capacity):
     """Caches of the first tokens of each row of `tokens` `[N, T]`, each row `copies` times."""
-    _, caches = model.apply(params, tokens, caches=model.empty_caches(len(tokens), capacity), lengths=lengths)
+    _, caches = model.apply(params, tokens, caches=model.init_caches(len(tokens), capacity), lengths=lengths)
     return jax.tree.map(lambda leaf: jnp.repeat(leaf, copies, axis=0), caches)
 
 

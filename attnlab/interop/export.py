@@ -51,7 +51,7 @@ def export_step(
     >>> exported = export_step(model, params)
     >>> exported.platforms
     ('cpu', 'cuda', 'tpu')
-    >>> caches = jax.tree.map(jnp.zeros_like, tuple(map(tuple, model.empty_caches(batch=1))))
+    >>> caches = jax.tree.map(jnp.zeros_like, tuple(map(tuple, model.init_caches(batch=1))))
     >>> logits, caches = exported.call(params, jnp.array([[3]], jnp.int32), caches)
     >>> logits.shape
     (1, 1, 10)
@@ -64,7 +64,7 @@ def export_step(
     if attends and model.impl == "auto":  # depends on the platform of this machine
         model = model.clone(impl="dense" if is_small(tokens, capacity or model.context) else "blockwise")
 
-    types = [type(cache) for cache in jax.eval_shape(lambda: model.empty_caches(batch, capacity))]
+    types = [type(cache) for cache in jax.eval_shape(lambda: model.init_caches(batch, capacity))]
 
     def step(params, tokens, caches):
         caches = tuple(kind(*cache) for kind, cache in zip(types, caches))
@@ -72,6 +72,6 @@ def export_step(
         return logits, tuple(map(tuple, caches))
 
     def empty():
-        return jnp.zeros((batch, tokens), jnp.int32), tuple(map(tuple, model.empty_caches(batch, capacity)))
+        return jnp.zeros((batch, tokens), jnp.int32), tuple(map(tuple, model.init_caches(batch, capacity)))
 
     return export.export(jax.jit(step), platforms=platforms)(params, *jax.eval_shape(empty))

@@ -9,6 +9,7 @@ from attnlab.nn.gpt import GPT
 from attnlab.nn.groups import Latent, Recurrence
 from attnlab.nn.heads import Head, StackedHeads
 from attnlab.nn.latent_attention import LatentAttention
+from attnlab.nn.layer import Context, Layer, LayerOut
 from attnlab.nn.mixers.causal_conv import CausalConv
 from attnlab.nn.mixers.gated_conv import GatedConv
 from attnlab.nn.mixers.gated_delta_net import GatedDeltaNet
@@ -42,6 +43,7 @@ __all__ = [
     "Block",
     "CausalConv",
     "CausalMixer",
+    "Context",
     "DifferentialAttention",
     "GatedConv",
     "GatedDeltaNet",
@@ -53,7 +55,9 @@ __all__ = [
     "Latent",
     "LatentAttention",
     "LatentCache",
+    "Layer",
     "LayerNorm",
+    "LayerOut",
     "LearnedPositions",
     "LinearAttention",
     "Mamba2",

@@ -3,9 +3,10 @@
 from typing import Any
 
 import flax.linen as nn
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from attnlab.nn import checks, sharding
+from attnlab.nn import sharding
+from attnlab.nn.layer import Context, Layer, LayerOut
 from attnlab.nn.norms import make_norm
 from attnlab.ops import dropout
 from attnlab.types import Array, DType
@@ -14,11 +15,11 @@ NORM_EPSILON = 1e-5  # GPT-2's
 NORM_AT = ("before", "after", "both")
 
 
-class Block(nn.Module):
+class Block(Layer):
     """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)) (Radford et al. 2019, section 2.3).
 
     Attributes:
-      attention: the layer that mixes tokens; any module with the interface of `MultiHeadAttention`, e.g. `GRU`.
+      attention: the layer that mixes tokens; a `Layer`, e.g. `MultiHeadAttention` or `GRU`.
       mlp: the feed-forward layer; None for attention alone (Elhage et al. 2021).
       dropout_rate: probability of dropping an element of either layer's output.
       use_bias: whether the norms add a bias.
@@ -34,7 +35,7 @@ class Block(nn.Module):
     (2, 5, 8)
     """
 
-    attention: nn.Module
+    attention: Layer
     mlp: nn.Module | None = None
     dropout_rate: float = 0.0
     use_bias: bool = True
@@ -44,57 +45,39 @@ class Block(nn.Module):
     norm: str = "layer"
     norm_at: str = "before"
 
-    @checks.compact
-    def __call__(
-        self,
-        x: Float[Array, "B T F"],
-        *,
-        mask: checks.MaskLike | None = None,
-        deterministic: bool = True,
-        cache: Any = None,
-        segments: Int[Array, "B T"] | None = None,
-        lengths: Int[Array, " B"] | None = None,
-        dropout_key: Array | None = None,
-        first_values: Float[Array, "B T Hk D"] | None = None,
-        layer: Int[Array, ""] | int | None = None,
-    ) -> Float[Array, "B T F"] | tuple[Any, ...]:
-        """Apply the block to `[B, T, F]`; arguments, results and errors as for the attention layer.
+    @property
+    def value_residual(self) -> bool:
+        """Whether the layer that mixes tokens has one."""
+        return self.attention.value_residual
 
-        Raises:
-          ValueError: also for an unknown `norm` or `norm_at`.
-        """
+    @property
+    def drops(self) -> bool:
+        return bool(self.dropout_rate) or self.attention.drops
+
+    def init_cache(self, batch: int, features: int, capacity: int = 0) -> Any:
+        """The cache of the layer that mixes tokens."""
+        return self.attention.init_cache(batch, features, capacity)
+
+    @nn.compact
+    def forward(self, x: Float[Array, "B T F"], context: Context, cache: Any = None) -> LayerOut:
+        """The residual stream after both layers; ValueError also for an unknown `norm` or `norm_at`."""
         if self.norm_at not in NORM_AT:
             raise ValueError(f"norm_at = {self.norm_at!r}: expected one of {', '.join(NORM_AT)}")
         if not self.norm_first and self.norm_at != "before":
             raise ValueError(
                 f"norm_first = False norms the residual stream, so norm_at = {self.norm_at!r} has no place"
             )
-        if dropout_key is None and self.dropout_rate and not deterministic:
-            dropout_key = self.make_rng("dropout")
-
-        def drop(x, site):
-            if deterministic or not self.dropout_rate:
-                return x
-            keys = dropout.per_example(dropout_key, x.shape[:1])
-            return dropout.dropout(x, dropout.fold_in(keys, site), self.dropout_rate)
+        before, after = (self.norm_first and self.norm_at != other for other in ("after", "before"))
+        key = context.dropout_key
 
         def norm(x, name):
             options = {"use_bias": self.use_bias, "dtype": self.dtype, "name": name}
             return make_norm(self.norm, self.norm_epsilon, **options)(x)
 
-        optional = {"segments": segments, "lengths": lengths, "first_values": first_values, "layer": layer}
-
-        def attend(x):
-            return self.attention(
-                x,
-                mask=mask,
-                deterministic=deterministic,
-                cache=cache,
-                dropout_key=None if dropout_key is None else dropout.fold_in(dropout_key, 0),
-                **{name: value for name, value in optional.items() if value is not None},  # which a layer may lack
-            )
-
-        before, after = (self.norm_first and self.norm_at != other for other in ("after", "before"))
+        def drop(x, site):
+            if key is None or not self.dropout_rate:
+                return x
+            return dropout.dropout(x, dropout.fold_in(dropout.per_example(key, x.shape[:1]), site), self.dropout_rate)
 
         def residual(x, out, name, site):
             """Add the layer's output to the residual stream."""
@@ -105,9 +88,10 @@ class Block(nn.Module):
         def normed(x, name):
             return norm(x, f"{name}_norm") if before else x
 
-        attended = attend(normed(x, "attention"))
-        attended, *others = attended if isinstance(attended, tuple) else (attended,)
-        x = residual(x, attended, "attention", 1)
+        inputs = normed(x, "attention")
+        inner = context._replace(dropout_key=None if key is None else dropout.fold_in(key, 0))
+        mixed = self.attention.forward(inputs, inner, cache)
+        x = residual(x, mixed.out, "attention", 1)
         if self.mlp is not None:
             x = residual(x, self.mlp(normed(x, "mlp")), "mlp", 2)
-        return (x, *others) if others else x
+        return mixed._replace(out=x)

@@ -186,32 +186,3 @@ def _written(old, fresh, length, lengths):
         slots = jnp.where(jnp.arange(new) < jnp.asarray(lengths)[:, None], slots, capacity + jnp.arange(new))
     set_slots = jax.vmap(lambda row, at, x: row.at[at].set(x.astype(row.dtype), mode="drop", unique_indices=True))
     return set_slots(old, slots, fresh)
-
-
-def check_cache(cache: KVCache, batch: int, kv_heads: int, head_dim: int, name: str = "cache", value=None) -> None:
-    """Raise ValueError unless a cache fits the keys of a call, and its values, of other (heads, features) if told."""
-    if not isinstance(cache, KVCache):
-        raise ValueError(f"{name} is a {type(cache).__name__}: expected a KVCache, see KVCache.empty")
-    expected = (batch, *jnp.shape(cache.key)[1:2], kv_heads, head_dim)
-    of_values = (*expected[:2], *(value or (kv_heads, head_dim)))
-    remedy = f"make it with KVCache.empty(batch={batch}, capacity=..., kv_heads={kv_heads}, head_dim={head_dim})"
-    for field, shape in (("key", expected), ("value", of_values), ("length", (batch,))):
-        array = getattr(cache, field)
-        if jnp.shape(array) != shape:
-            raise ValueError(f"{name}.{field} has shape {jnp.shape(array)}, expected {shape}: {remedy}")
-        kind, article = (jnp.integer, "an integer") if field == "length" else (jnp.floating, "a floating")
-        if not jnp.issubdtype(array.dtype, kind):
-            raise ValueError(f"{name}.{field} has type {array.dtype}, expected {article} type: {remedy}")
-
-
-def check_forget(cache: KVCache, heads: int | None) -> None:
-    """Raise ValueError unless a cache has the sums of `heads` forget gates, or none where `heads` is None."""
-    expected = None if heads is None else (*jnp.shape(cache.key)[:2], heads)
-    found = None if cache.forget is None else jnp.shape(cache.forget)
-    if found != expected:
-        raise ValueError(
-            f"cache.forget has shape {found}, expected {expected}: make it with KVCache.empty(..., "
-            f"forget_heads={heads}), as forget_gate = {heads is not None}"
-        )
-    if heads is not None and cache.forget.dtype not in (jnp.float32, jnp.float64):
-        raise ValueError(f"cache.forget has type {cache.forget.dtype}, expected float32 or float64: KVCache.empty")

@@ -1,6 +1,5 @@
 """Differential attention."""
 
-import functools
 from typing import ClassVar
 
 import flax.linen as nn
@@ -35,7 +34,6 @@ class DifferentialAttention(MultiHeadAttention):
     norm_epsilon: float = 1e-5
 
     reads: ClassVar[frozenset[str]] = MultiHeadAttention.reads - {"sinks", "value_residual", "output_gate"}
-    numbered: ClassVar[bool] = True
 
     @classmethod
     def of_model(cls, model, **fields):
@@ -52,38 +50,35 @@ class DifferentialAttention(MultiHeadAttention):
             raise ValueError(f"{counts}: expected even numbers, as differential attention has two maps a head")
         return heads // 2, 2 * size
 
-    def _check(self, inputs_q, inputs_kv, cache, positions, layer):
+    def project(self, x, memory, context):
         for name in ("sinks", "value_residual", "output_gate"):
             if getattr(self, name):
                 raise ValueError(f"{name} = True: differential attention has none, leave it out")
-        super()._check(inputs_q, inputs_kv, cache, positions, layer)
+        return super().project(x, memory, context)
 
-    def _attend(self, q, k, v, terms, gate, layer):
-        start = 0.8 - 0.6 * jnp.exp(-0.3 * (0 if layer is None else layer))
-        share = self._share(q.shape[-1]) + start
+    def attend(self, q, k, v, terms, context):
+        share = self._share(q.shape[-1]) + _start(context)
+        terms = {**terms, "scale": self.scale}
 
         def difference(x, axis):
             first, second = jnp.split(x, 2, axis=axis)
             return first - share.astype(x.dtype) * second
 
-        def attend():
-            doubled = jnp.concatenate([v, v], axis=-2).astype(q.dtype)
-            out = attention(q, k.astype(q.dtype), doubled, impl=self.impl, scale=self.scale, **terms)
-            return difference(out, -2)
+        doubled = jnp.concatenate([v, v], axis=-2).astype(q.dtype)
+        out = difference(attention(q, k.astype(q.dtype), doubled, impl=self.impl, **terms), -2)
+        return out, lambda rows=None: difference(attention_weights(q, k, rows=rows, **without_dropout(terms)), -3)
 
-        weights = functools.partial(attention_weights, q, k, scale=self.scale, **without_dropout(terms))
-
-        def after(z):
-            z = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
-            return z * (1 - start).astype(z.dtype)
-
-        def pattern(rows=None):
-            return difference(weights(rows=rows), -3)
-
-        return self._seen(attend, pattern, v, after, "dropout_rate" in terms)
+    def after(self, z, v, x, context):
+        z = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
+        return z * (1 - _start(context)).astype(z.dtype)
 
     def _share(self, size):
         """λ − λ₀, in float32."""
         names = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
         q1, k1, q2, k2 = (self.param(name, nn.initializers.normal(0.1), (size,)) for name in names)
         return jnp.exp((q1 * k1).sum()) - jnp.exp((q2 * k2).sum())
+
+
+def _start(context):
+    """λ₀ of the layer."""
+    return 0.8 - 0.6 * jnp.exp(-0.3 * context.layer)

@@ -11,13 +11,12 @@ from jaxtyping import Float, Int
 
 from attnlab.nn import checks, own, sharding, stack
 from attnlab.nn.block import NORM_AT, NORM_EPSILON, Block
-from attnlab.nn.cache import check_cache
 from attnlab.nn.checks import check_lengths, check_segments
 from attnlab.nn.fields import POSITIONS, check_shape
 from attnlab.nn.groups import GROUPS, Latent, Recurrence, group
 from attnlab.nn.kinds import MIXERS, kind_of, named, norm_at_of
+from attnlab.nn.layer import Context
 from attnlab.nn.mlp import ACTIVATIONS, MLPS, Mlp
-from attnlab.nn.multihead import MultiHeadAttention
 from attnlab.nn.norms import NORMS, make_norm
 from attnlab.nn.positions import LearnedPositions, sinusoidal, within_segments
 from attnlab.nn.remat import REMAT
@@ -200,7 +199,7 @@ class GPT(checks.MaskedModule):
           mask: and-ed with the causal mask or window of every layer, e.g. `masks.Segments(ids)`; a bool array counts
             as `masks.Dense`. With caches, its keys are the caches' S slots: a bool array is `[T, S]`.
           deterministic: False for dropout.
-          caches: one per layer (`empty_caches`), each with a length `[B]`; `tokens` continue the cached sequences.
+          caches: one per layer (`init_caches`), each with a length `[B]`; `tokens` continue the cached sequences.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
           targets: int `[B, T]`, or `[B, R]` with `places`, the next tokens, each in [0, vocab_size); checked unless
             traced, where the loss of others is NaN. Large logits are then never held at once, but with `bigrams`: see
@@ -237,8 +236,8 @@ class GPT(checks.MaskedModule):
         if drops:
             x = dropout.dropout(x, dropout.fold_in(keys, self.num_layers), self.dropout)
         x = sharding.constrain(x, "batch", "length", None)
-        whole = {"mask": mask, "segments": segments, "lengths": lengths, "deterministic": deterministic}
-        x, caches = stack.run(self, x, keys, caches, **whole)
+        context = Context(mask, segments, lengths)
+        x, caches = stack.fold(self, x, context, keys, caches)
         if places is not None:
             x = jnp.take_along_axis(x, places[..., None], axis=1)
             tokens = jnp.take_along_axis(tokens, places, axis=1)
@@ -308,15 +307,14 @@ class GPT(checks.MaskedModule):
         check_lengths(lengths, tokens)
         if caches is None:
             return
-        remedy = f"make them with model.empty_caches(batch={tokens.shape[0]})"
+        remedy = f"make them with model.init_caches(batch={tokens.shape[0]})"
         alone = hasattr(caches, "length")  # one layer's cache, itself a tuple
         if alone or len(caches) != self.num_layers:
             given = f"one {type(caches).__name__}" if alone else f"{len(caches)} of them"
             raise ValueError(f"caches is {given}, expected a sequence of num_layers = {self.num_layers}: {remedy}")
-        sizes = resolved(self)
         for layer, cache in enumerate(caches):
-            if named(kind_of(self, layer)).layer is MultiHeadAttention:  # others check theirs
-                check_cache(cache, tokens.shape[0], sizes.kv_heads, sizes.head_dim, f"caches[{layer}]")
+            made = named(kind_of(self, layer)).module(self, dtype=self.dtype)
+            made.check_cache(cache, tokens.shape[0], self.width, f"caches[{layer}]")
 
     def _add_positions(self, x, caches, segments):
         """Add positional embeddings to `[B, T, F]`, where the model has them; sinusoidal ones to scaled embeddings."""
@@ -353,19 +351,19 @@ class GPT(checks.MaskedModule):
             name=f"block_{layer}",
         )
 
-    def empty_caches(self, batch: int, capacity: int | None = None) -> tuple[Any, ...]:
+    def init_caches(self, batch: int, capacity: int | None = None) -> tuple[Any, ...]:
         """One empty cache per layer, a `KVCache` of attention, for `capacity` positions (the context when None).
 
         >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
         >>> params = model.init(jax.random.key(0), jnp.zeros((1, 6), jnp.int32))
-        >>> logits, caches = model.apply(params, jnp.array([[1, 2, 3]]), caches=model.empty_caches(batch=1))
+        >>> logits, caches = model.apply(params, jnp.array([[1, 2, 3]]), caches=model.init_caches(batch=1))
         >>> logits, caches = model.apply(params, jnp.array([[4]]), caches=caches)  # one more token
         >>> logits.shape
         (1, 1, 10)
         """
         kinds = (named(kind_of(self, layer)) for layer in range(self.num_layers))
         # No buffer twice: they may be donated.
-        return tuple(kind.empty_cache(self, batch, capacity or self.context) for kind in kinds)
+        return tuple(kind.init_cache(self, batch, capacity or self.context) for kind in kinds)
 
 
 GPT.__doc__ += "\nAttributes:\n" + described(options(GPT))

@@ -84,13 +84,13 @@ class Attention(Kind):
             return Rotary(model.local_base, group(model, "rotary").fraction)
         return group(model, "rotary")
 
-    def empty_cache(self, model, batch: int, capacity: int) -> Any:
+    def init_cache(self, model, batch: int, capacity: int) -> Any:
         """The state before the first token."""
-        return self.module(model, dtype=model.dtype).empty_cache(batch, model.width, capacity)
+        return self.module(model, dtype=model.dtype).init_cache(batch, model.width, capacity)
 
     def check(self, model, name: str) -> None:
         """Raise ValueError, beginning with a field, for sizes that do not fit the model's; `name` is the kind's."""
-        _check_sizes(functools.partial(self.layer.of_model(model).empty_cache, 1, model.width, 1), model, name)
+        _check_sizes(functools.partial(self.layer.of_model(model).init_cache, 1, model.width, 1), model, name)
 
     def operands(self, model, batch: int, length: int):
         """Shapes of q, k and v of the operator."""
@@ -116,11 +116,11 @@ class Mixer(Kind):
     def module(self, model, **initializers) -> CausalMixer:
         return self.layer.of_model(model, **dict(self.fields), **initializers)
 
-    def empty_cache(self, model, batch, capacity) -> MixerState:
-        return self.module(model, dtype=model.dtype).empty_cache(batch, model.width)
+    def init_cache(self, model, batch, capacity) -> MixerState:
+        return self.module(model, dtype=model.dtype).init_cache(batch, model.width)
 
     def check(self, model, name: str) -> None:
-        _check_sizes(functools.partial(self.module(model).empty_cache, 1, model.width), model, name)
+        _check_sizes(functools.partial(self.module(model).init_cache, 1, model.width), model, name)
 
 
 KINDS: dict[str, Kind] = {
@@ -147,9 +147,9 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def _check_sizes(empty_cache: Callable, model, name: str) -> None:
+def _check_sizes(init_cache: Callable, model, name: str) -> None:
     try:
-        jax.eval_shape(empty_cache)
+        jax.eval_shape(init_cache)
     except ValueError as error:
         field = "pattern" if model.pattern else "mixer"
         raise ValueError(f"{field} = {getattr(model, field)!r}, and of {name} {error}") from error

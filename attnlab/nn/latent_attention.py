@@ -2,29 +2,28 @@
 
 import functools
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from attnlab.nn import checks, projections, sharding, taps
 from attnlab.nn.cache import LatentCache, step
-from attnlab.nn.checks import check_lengths, check_segments
 from attnlab.nn.groups import group
+from attnlab.nn.layer import Context, Layer, LayerOut
 from attnlab.nn.matrices import Matrix
-from attnlab.nn.multihead import without_dropout
+from attnlab.nn.multihead import dropout_of, mask_of, seen, without_dropout
 from attnlab.nn.norms import RMSNorm
 from attnlab.nn.positions import within_segments
 from attnlab.nn.resolved import resolved, score_mods
 from attnlab.nn.rotations import Rotary, rotary
 from attnlab.ops.attention import attention, attention_weights
-from attnlab.ops.masks import Padding, Segments, join
 from attnlab.types import Array, DType
 
 
-class LatentAttention(checks.MaskedModule):
+class LatentAttention(checks.MaskedModule, Layer):
     """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1): keys and values from one latent.
 
     A token's latent c = RMSNorm(W x), of R features, gives the keys and values of all heads; a rotated part of D
@@ -102,7 +101,7 @@ class LatentAttention(checks.MaskedModule):
         }
         return cls(**options | fields)
 
-    def empty_cache(self, batch: int, features: int, capacity: int) -> LatentCache:
+    def init_cache(self, batch: int, features: int, capacity: int = 0) -> LatentCache:
         """An empty cache for `capacity` positions; `features` is the input's width."""
         if self.rope_dim % 2:
             raise ValueError(f"rope_dim = {self.rope_dim}: expected an even number, as pairs of features are rotated")
@@ -114,64 +113,22 @@ class LatentAttention(checks.MaskedModule):
         shape, dtype = (batch, length, self.num_heads), self.dtype or jnp.float32
         return tuple(jax.ShapeDtypeStruct((*shape, size), dtype) for size in sizes)
 
-    @checks.compact
-    def __call__(
-        self,
-        x: Float[Array, "B T F"],
-        *,
-        mask: checks.MaskLike | None = None,
-        deterministic: bool = True,
-        cache: LatentCache | None = None,
-        segments: Int[Array, "B T"] | None = None,
-        lengths: Int[Array, " B"] | None = None,
-        dropout_key: Array | None = None,
-    ) -> Float[Array, "B T F"] | tuple[Any, ...]:
-        """Self-attention; arguments as for `MultiHeadAttention`.
-
-        Returns:
-          `[B, T, F]`; with a cache also the extended cache.
-
-        Raises:
-          ValueError: inputs, segments, lengths or a cache of another shape, segments with a cache, an odd `rope_dim`,
-            and any error of `attnlab.attention`.
-        """
-        self._check(x, cache)
-        check_segments(segments, x, cache=cache)
-        check_lengths(lengths, x)
-        positions = jnp.arange(x.shape[1])[None] if segments is None else within_segments(segments)
+    @nn.compact
+    def forward(self, x: Float[Array, "B T F"], context: Context, cache: LatentCache | None = None) -> LayerOut:
+        """Project, extend the cache, and attend to its latents, which are expanded or absorbed."""
+        positions = jnp.arange(x.shape[1])[None] if context.segments is None else within_segments(context.segments)
         positions = positions if cache is None else cache.length[:, None] + positions
         query, latent, rotated = self._project(x, positions)
-        mask = join(self.mask, mask if segments is None else join(mask, Segments(segments)))
-        mask = mask if lengths is None or cache is not None else join(mask, Padding(lengths))
-        terms = {"score_mod": self.score_mod}
-        if cache is not None:
+        mask, scale, is_step = mask_of(self, context, cache), self.scale, cache is not None
+        scale = (self.nope_dim + self.rope_dim) ** -0.5 if scale is None else scale
+        terms = {"score_mod": self.score_mod, "scale": scale} | dropout_of(self, context)
+        if is_step:
             fresh = LatentCache(latent, rotated, None)
-            (latent, rotated, _), kv_positions, mask, cache = step(cache, fresh, mask, self.num_heads, lengths)
+            (latent, rotated, _), kv_positions, mask, cache = step(cache, fresh, mask, self.num_heads, context.lengths)
             terms |= {"q_positions": positions, "kv_positions": kv_positions}
-        if not deterministic and self.dropout_rate:
-            key = self.make_rng("dropout") if dropout_key is None else dropout_key
-            terms |= {"dropout_rate": self.dropout_rate, "dropout_key": key}
-        scale = (self.nope_dim + self.rope_dim) ** -0.5 if self.scale is None else self.scale
-        terms |= {"mask": mask, "scale": scale}
-        z = self._attend(query, latent.astype(query[0].dtype), rotated.astype(query[0].dtype), terms, cache is not None)
-        z = sharding.constrain(z, "batch", "length", "heads", None)
-        out = projections.out(self, x.shape[-1], use_bias=self.use_bias)(z)
-        return out if cache is None else (out, cache)
-
-    def _check(self, x, cache) -> None:
-        if jnp.ndim(x) != 3:
-            raise ValueError(
-                f"the inputs of LatentAttention have shape {jnp.shape(x)}, expected [batch, length, features]"
-            )
-        empty = self.empty_cache(x.shape[0], x.shape[-1], 1)
-        if cache is None:
-            return
-        if not isinstance(cache, LatentCache):
-            raise ValueError(f"cache is a {type(cache).__name__}: expected a LatentCache, see LatentCache.empty")
-        for name, expected in (("latent", empty.latent), ("rotary", empty.rotary)):
-            shape, found = (x.shape[0], cache.capacity, expected.shape[-1]), jnp.shape(getattr(cache, name))
-            if found != shape:
-                raise ValueError(f"cache.{name} has shape {found}, expected {shape}: make it with LatentCache.empty")
+        latent, rotated = (y.astype(query[0].dtype) for y in (latent, rotated))
+        z = self._attend(query, latent, rotated, terms | {"mask": mask}, is_step)
+        return LayerOut(projections.out(self, x.shape[-1], use_bias=self.use_bias)(z), cache)
 
     def _project(self, x, positions):
         """Queries (`[B, T, H, N]`, rotated `[B, T, H, D]`), latents `[B, T, R]`, rotated parts of keys `[B, T, D]`."""
@@ -204,18 +161,19 @@ class LatentAttention(checks.MaskedModule):
         if is_step and query[0].shape[1] < self._break_even and not taps.is_used(self):
             plain = jnp.einsum("bthn,rhn->bthr", query[0], key)
             q, k = jnp.concatenate([plain, query[1]], axis=-1), jnp.concatenate([latent, rotated], axis=-1)
-            return jnp.einsum("bthr,rhv->bthv", attend(q, k[..., None, :], latent[..., None, :]), value)
+            z = jnp.einsum("bthr,rhv->bthv", attend(q, k[..., None, :], latent[..., None, :]), value)
+            return sharding.constrain(z, "batch", "length", "heads", None)
         q = jnp.concatenate(query, axis=-1)
         k, v = jnp.einsum("bsr,rhn->bshn", latent, key), jnp.einsum("bsr,rhv->bshv", latent, value)
         shared = jnp.broadcast_to(rotated[..., None, :], (*k.shape[:-1], self.rope_dim))
         k = jnp.concatenate([k, shared], axis=-1)
         q, k, v = (sharding.constrain(y, "batch", "length", "heads", None) for y in (q, k, v))
         q, k, v = (taps.tap(self, name, y) for name, y in (("q", q), ("k", k), ("v", v)))
-        weights = functools.partial(attention_weights, q, k, **without_dropout(terms))
-        if self.is_mutable_collection("intermediates"):
-            self.sow("intermediates", "attention_weights", weights())
-        drops = "dropout_rate" in terms
-        return taps.attended(self, lambda: attend(q, k, v), lambda rows: weights(rows=rows), v, drops=drops)
+
+        def weights(rows=None):
+            return attention_weights(q, k, rows=rows, **without_dropout(terms))
+
+        return seen(self, attend(q, k, v), weights, v, None, "dropout_rate" in terms)
 
     @property
     def _break_even(self) -> float:

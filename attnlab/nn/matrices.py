@@ -46,7 +46,7 @@ def matrices_of(model: nn.Module, *inputs: Any) -> dict[str, Matrix]:
     def interceptor(call, args, kwargs, context):
         result = call(*args, **kwargs)
         # A module is called after its own: its table is what counts for them too.
-        if context.method_name == "__call__":
+        if context.method_name in ("__call__", "forward"):
             for name, matrix in _table(context.module, args).items():
                 found["/".join((*context.module.path, name))] = matrix
         return result

@@ -1,7 +1,7 @@
 """Multi-head attention."""
 
-import functools
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -9,20 +9,21 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from attnlab.nn import checks, projections, sharding, taps
-from attnlab.nn.cache import KVCache, check_cache, check_forget, step
-from attnlab.nn.checks import check_lengths, check_segments
+from attnlab.nn.cache import KVCache, step
+from attnlab.nn.layer import Context, Layer, LayerOut
 from attnlab.nn.norms import make_norm
 from attnlab.nn.positions import within_segments
 from attnlab.nn.resolved import as_tuple, resolved, score_mods
 from attnlab.nn.rotations import Rotary, rotary
 from attnlab.ops.attention import attention, attention_weights
+from attnlab.ops.checks import known_keywords
 from attnlab.ops.cpu import products
-from attnlab.ops.masks import Padding, Segments, join
+from attnlab.ops.masks import Mask, Padding, Segments, join
 from attnlab.ops.score_mods import Forget
 from attnlab.types import Array, DType
 
 
-class MultiHeadAttention(checks.MaskedModule):
+class MultiHeadAttention(checks.MaskedModule, Layer):
     """Multi-head attention of queries from x to keys and values from y (Vaswani et al. 2017, section 3.2.2):
 
         head_i = attention(x W_Q[i], y W_K[i], y W_V[i])        x [B, Tq, F], y [B, Tk, Fk]
@@ -49,7 +50,7 @@ class MultiHeadAttention(checks.MaskedModule):
       qk_norm_joint: over the features of all heads of a token together (OLMo Team 2024, section 3.2).
       norm, norm_epsilon: of `qk_norm`: "layer", "rms" or "rms_plus_one", and ε.
       scale: of the scores; None for 1/√D.
-      value_residual: mix the values with the first layer's values (Zhou et al. 2024, equation 5), by a learned
+      value_residual: in a model, mix the values with the first layer's (Zhou et al. 2024, equation 5), by a learned
         share `value_share` that starts at ½.
       sinks: one learned extra logit per head, `sinks` `[H]`.
       forget_gate: add c_i − c_j to the scores after other score mods, c the running sum of log σ(forget(x)) over the
@@ -106,8 +107,7 @@ class MultiHeadAttention(checks.MaskedModule):
             *("rotary", "alibi"),
         )
     )  # the options of a `GPT` that `of_model` depends on
-    operator: ClassVar[str | None] = "attention"  # in `attnlab`
-    numbered: ClassVar[bool] = False  # whether it depends on the number of its layer
+    operator: ClassVar[str | None] = "attention"
 
     @classmethod
     def of_model(cls, model, **fields) -> "MultiHeadAttention":
@@ -134,7 +134,7 @@ class MultiHeadAttention(checks.MaskedModule):
         }
         return cls(**options | fields)
 
-    def empty_cache(self, batch: int, features: int, capacity: int) -> KVCache:
+    def init_cache(self, batch: int, features: int, capacity: int = 0) -> KVCache:
         """An empty cache for `capacity` positions; `features` is the input's width."""
         dtype, forget_heads = self.dtype or jnp.float32, self.num_heads if self.forget_gate else None
         cache = KVCache.empty(batch, capacity, *self._of_keys(features), dtype, forget_heads=forget_heads)
@@ -142,11 +142,11 @@ class MultiHeadAttention(checks.MaskedModule):
 
     def operands(self, batch: int, length: int, features: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """q, k and v of the operator, for inputs of width `features`."""
-        cache = jax.eval_shape(lambda: self.empty_cache(batch, features, length))
+        cache = jax.eval_shape(lambda: self.init_cache(batch, features, length))
         q = jax.ShapeDtypeStruct((batch, length, self.num_heads, cache.key.shape[-1]), cache.key.dtype)
         return q, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (cache.key, cache.value))
 
-    @checks.compact
+    @known_keywords
     def __call__(
         self,
         inputs_q: Float[Array, "B Tq F"],
@@ -159,9 +159,7 @@ class MultiHeadAttention(checks.MaskedModule):
         segments: Int[Array, "B Tq"] | None = None,
         lengths: Int[Array, " B"] | None = None,
         dropout_key: Array | None = None,
-        first_values: Float[Array, "B Tk Hk D"] | None = None,
-        layer: Int[Array, ""] | int | None = None,
-    ) -> Float[Array, "B Tq Fo"] | tuple[Any, ...]:
+    ) -> Float[Array, "B Tq Fo"] | tuple[Float[Array, "B Tq Fo"], KVCache]:
         """Self-attention, or cross-attention from `inputs_q` to `inputs_kv`.
 
         Args:
@@ -171,19 +169,12 @@ class MultiHeadAttention(checks.MaskedModule):
           deterministic: False to drop attention weights.
           cache: previous keys and values, which this step's are appended to. Self-attention only.
           positions: `[Tq]` or `[B, Tq]`, positions in the sequence; `arange` when None. Not with a cache, which counts.
-          segments: `[B, Tq]`, the number of each token's document, where sequences are several documents, one after
-            another. A token attends to its own document alone, and rotary positions start again with each. Masks and
-            score mods see positions in the sequence: their distances are those within the document. Self-attention
-            without a cache or `positions` only.
-          lengths: `[B]`, the tokens of each sequence: the others, at the right, are padding that no token sees and that
-            a cache does not keep. Self-attention only.
+          segments, lengths: see `Context`; self-attention only. Rotary positions start again with each segment; masks
+            and score mods see positions in the sequence, whose distances are those within a document.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
-          first_values: `[B, Tk, Hk, D]`, the values of the first layer, for `value_residual`; None in that layer.
-          layer: the number of the layer in its model, for subclasses that depend on it (`numbered`).
 
         Returns:
-          `[B, Tq, out_features]`; with a cache also the extended cache, and with `value_residual` also the values,
-          `[B, Tk, Hk, D]`.
+          `[B, Tq, out_features]`; with a cache also the extended cache.
 
         Raises:
           ValueError: a width or head counts that do not divide, a cache of another size or with `inputs_kv` or
@@ -191,35 +182,81 @@ class MultiHeadAttention(checks.MaskedModule):
             and any error of `attnlab.attention`.
           flax.errors.InvalidRngError: dropout is on, but there is neither `dropout_key` nor a `dropout` rng.
         """
-        self._check(inputs_q, inputs_kv, cache, positions, layer)
-        check_segments(segments, inputs_q, inputs_kv=inputs_kv, cache=cache, positions=positions)
-        check_lengths(lengths, inputs_q, inputs_kv=inputs_kv)
+        context = Context(mask, segments, lengths, positions, dropout_key)
+        if inputs_kv is None:
+            return self._plain(inputs_q, context, deterministic, cache)
+        self._check_cross(cache)
+        return self._plain(inputs_q, context, deterministic, cache, inputs_kv=inputs_kv)
+
+    @nn.compact
+    def forward(
+        self,
+        x: Float[Array, "B T F"],
+        context: Context,
+        cache: KVCache | None = None,
+        inputs_kv: Float[Array, "B Tk Fk"] | None = None,
+    ) -> LayerOut:
+        """Project, extend the cache, attend, and what comes after: four steps, of which a subclass may replace one."""
+        memory = x if inputs_kv is None else inputs_kv
         if cache is not None:
-            positions = cache.length[:, None] + jnp.arange(inputs_q.shape[1])
-        q, k, v = self._project(inputs_q, inputs_kv, positions if segments is None else within_segments(segments))
+            context = context._replace(positions=cache.length[:, None] + jnp.arange(x.shape[1]))
+        q, k, v = self.project(x, memory, context)
+        q, k, own = (taps.tap(self, name, y) for name, y in (("q", q), ("k", k), ("v", v)))
+        k, v, terms, cache = self.extend(x, memory, k, own, context, cache)
+        z, weights = self.attend(q, k, v, terms, context)
+        z = seen(self, z, weights, v, lambda z: self.after(z, own, x, context), "dropout_rate" in terms)
+        out = projections.out(self, self.out_features or x.shape[-1], use_bias=self.use_bias)(z)
+        return LayerOut(out, cache, own if self.value_residual else None)
+
+    def project(self, x, memory, context: Context):
+        """Queries of x, keys and values of the memory, `[B, T, heads, D]`, normalized and rotated."""
+        width, (kv_heads, head_dim) = x.shape[-1], self._of_keys(x.shape[-1])
+        if self.head_dim is None and width % self.num_heads:
+            raise ValueError(f"width {width} is not divisible by {self.num_heads} heads: change one, or give head_dim")
+        if self.num_heads % kv_heads:
+            raise ValueError(f"num_heads = {self.num_heads} must be a multiple of kv_heads = {kv_heads}")
+        q = self._heads(x, self.num_heads, "query", head_dim)
+        k = self._heads(memory, kv_heads, "key", head_dim)
+        heads, features = self._of_values(width)
+        v = self._heads(memory, heads, "value", features)
+        if self.qk_norm:
+            q, k = self._normalize(q, "query_ln"), self._normalize(k, "key_ln")
+        if self.rotary is not None:
+            positions = context.positions if context.segments is None else within_segments(context.segments)
+            positions = jnp.arange(q.shape[1]) if positions is None else positions
+            q, k = rotary(q, positions, self.rotary), rotary(k, positions, self.rotary)
+        q = sharding.constrain(q, "batch", "length", "heads", None)
+        k, v = (sharding.constrain(y, "batch", "length", "kv_heads", None) for y in (k, v))
         if self.value_residual:  # the first layer has the parameter as well, so that layers can be stacked
             share = self.param("value_share", nn.initializers.constant(0.5), ()).astype(v.dtype)
-            v = v if first_values is None else v + share * (first_values - v)
-        q, k, v = (taps.tap(self, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-        values = (v,) if self.value_residual else ()
-        mask = mask if segments is None else join(mask, Segments(segments))
-        mask = mask if lengths is None or cache is not None else join(mask, Padding(lengths))
-        mask, kv_positions = join(self.mask, mask), positions if inputs_kv is None else None
-        forget, kv_forget = self._forget_sums(inputs_q) if self.forget_gate else None, None
+            v = v if context.first_values is None else v + share * (context.first_values - v)
+        return q, k, v
+
+    def extend(self, x, memory, k, v, context: Context, cache: KVCache | None):
+        """(Keys, values, the other arguments of the operator, the extended cache): the cache's tokens and these."""
+        mask, positions = mask_of(self, context, cache), context.positions
+        kv_positions = positions if memory is x else None
+        forget, kv_forget = self._forget_sums(x) if self.forget_gate else None, None
         if cache is not None:
             fresh = KVCache(k, v, None, forget)
-            (k, v, _, kv_forget), kv_positions, mask, cache = step(cache, fresh, mask, self.num_heads, lengths)
+            keys, kv_positions, mask, cache = step(cache, fresh, mask, self.num_heads, context.lengths)
+            k, v, _, kv_forget = keys
         terms = {"mask": mask, "q_positions": positions, "kv_positions": kv_positions}
         mods = as_tuple(self.score_mod)
         terms["score_mod"] = mods if forget is None else (*mods, Forget(forget, kv_forget))
-        gate = nn.sigmoid(self._heads(inputs_q, self.num_heads, "gate", q.shape[-1])) if self.output_gate else None
-        if not deterministic and self.dropout_rate:
-            key = self.make_rng("dropout") if dropout_key is None else dropout_key
-            terms |= {"dropout_rate": self.dropout_rate, "dropout_key": key}
-        out = self._attend(q, k, v, terms, gate, layer)
-        out = projections.out(self, self.out_features or inputs_q.shape[-1], use_bias=self.use_bias)(out)
-        results = (out, *(() if cache is None else (cache,)), *values)
-        return results if len(results) > 1 else out
+        return k, v, terms | dropout_of(self, context), cache
+
+    def attend(self, q, k, v, terms: dict, context: Context):
+        """(The operator's output `[B, T, H, Dv]`, the weights `[B, H, Rq, Tk]` as a function of query rows)."""
+        sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,)) if self.sinks else None
+        terms = {**terms, "sinks": sinks, "scale": self.scale}
+        out = attention(q, k.astype(q.dtype), v.astype(q.dtype), impl=self.impl, **terms)
+        return out, lambda rows=None: attention_weights(q, k, rows=rows, **without_dropout(terms))
+
+    def after(self, z, v, x, context: Context):
+        """The input of the output projection: z `[B, T, H, Dv]`, given the tokens' own values and inputs."""
+        gate = nn.sigmoid(self._heads(x, self.num_heads, "gate", z.shape[-1])) if self.output_gate else None
+        return z if gate is None else z * gate
 
     def _of_keys(self, features: int) -> tuple[int, int]:
         """Heads and features of the keys."""
@@ -229,42 +266,13 @@ class MultiHeadAttention(checks.MaskedModule):
         """Heads and features of the values."""
         return self._of_keys(features)
 
-    def _check(self, inputs_q, inputs_kv, cache, positions, layer) -> None:
-        width, kv_heads = inputs_q.shape[-1], self.kv_heads or self.num_heads
-        if layer is not None and not self.numbered:
-            raise ValueError(f"layer is set, but {type(self).__name__} does not depend on it: leave it out")
-        if self.head_dim is None and width % self.num_heads:
-            raise ValueError(f"width {width} is not divisible by {self.num_heads} heads: change one, or give head_dim")
-        if self.num_heads % kv_heads:
-            raise ValueError(f"num_heads = {self.num_heads} must be a multiple of kv_heads = {kv_heads}")
-        if self.rotary is not None and inputs_kv is not None:
-            raise ValueError("rotary needs queries and keys of one sequence: leave it None for cross-attention")
-        if self.forget_gate and inputs_kv is not None:
-            raise ValueError("forget_gate needs queries and keys of one sequence: leave it out for cross-attention")
-        if cache is None:
-            return
-        if inputs_kv is not None:
+    def _check_cross(self, cache) -> None:
+        """Raise ValueError for what cross-attention cannot have."""
+        if cache is not None:
             raise ValueError("cache is for self-attention: leave out inputs_kv, or the cache")
-        if positions is not None:
-            raise ValueError("a cache counts positions by itself: leave out positions, or set cache.length")
-        check_cache(cache, inputs_q.shape[0], *self._of_keys(width), value=self._of_values(width))
-        check_forget(cache, self.num_heads if self.forget_gate else None)
-
-    def _project(self, inputs_q, inputs_kv, positions):
-        """Queries, keys and values `[B, T, heads, D]`, with normalization and rotary positions applied."""
-        memory = inputs_q if inputs_kv is None else inputs_kv
-        kv_heads, head_dim = self._of_keys(inputs_q.shape[-1])
-        q = self._heads(inputs_q, self.num_heads, "query", head_dim)
-        k = self._heads(memory, kv_heads, "key", head_dim)
-        heads, features = self._of_values(inputs_q.shape[-1])
-        v = self._heads(memory, heads, "value", features)
-        if self.qk_norm:
-            q, k = self._normalize(q, "query_ln"), self._normalize(k, "key_ln")
-        if self.rotary is not None:
-            positions = jnp.arange(q.shape[1]) if positions is None else positions
-            q, k = rotary(q, positions, self.rotary), rotary(k, positions, self.rotary)
-        q = sharding.constrain(q, "batch", "length", "heads", None)
-        return q, *(sharding.constrain(x, "batch", "length", "kv_heads", None) for x in (k, v))
+        for name in ("rotary", "forget_gate"):
+            if getattr(self, name):
+                raise ValueError(f"{name} needs queries and keys of one sequence: leave it out for cross-attention")
 
     def _heads(self, x, heads, name, head_dim):
         """A projection `[B, T, heads, head_dim]`."""
@@ -284,22 +292,29 @@ class MultiHeadAttention(checks.MaskedModule):
         norm = make_norm(self.norm, self.norm_epsilon, use_bias=False, dtype=self.dtype, name=name)
         return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape) if self.qk_norm_joint else norm(x)
 
-    def _attend(self, q, k, v, terms, gate, layer):
-        """Apply the operator to projected heads, times `gate`, and sow the attention weights."""
-        sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,)) if self.sinks else None
-        terms = {**terms, "sinks": sinks, "scale": self.scale}
-        attend = functools.partial(attention, q, k.astype(q.dtype), v.astype(q.dtype), impl=self.impl, **terms)
-        weights = functools.partial(attention_weights, q, k, **without_dropout(terms))
-        return self._seen(attend, weights, v, None if gate is None else lambda z: z * gate, "dropout_rate" in terms)
 
-    def _seen(self, attend, weights, v, after, drops):
-        """The input of the output projection, with the taps of `attnlab.see`; `weights` takes `rows=`."""
-        if self.is_mutable_collection("intermediates"):
-            self.sow("intermediates", "attention_weights", weights())
-        out = taps.attended(self, attend, lambda rows: weights(rows=rows), v, after=after, drops=drops)
-        return sharding.constrain(out, "batch", "length", "heads", None)
+def mask_of(layer, context: Context, cache) -> Mask | None:
+    """The keys that the tokens of a call may attend to, by the layer, the caller, their documents and padding."""
+    mask = context.mask if context.segments is None else join(context.mask, Segments(context.segments))
+    mask = mask if context.lengths is None or cache is not None else join(mask, Padding(context.lengths))
+    return join(layer.mask, mask)
+
+
+def dropout_of(layer, context: Context) -> dict:
+    """The arguments of the operator for dropout of attention weights; {} without."""
+    if context.dropout_key is None or not layer.dropout_rate:
+        return {}
+    return {"dropout_rate": layer.dropout_rate, "dropout_key": context.dropout_key}
 
 
 def without_dropout(terms: dict) -> dict:
     """The arguments of `attention` that `attention_weights` takes as well."""
     return {name: value for name, value in terms.items() if not name.startswith("dropout")}
+
+
+def seen(layer: nn.Module, z, weights: Callable, v, after: Callable | None, drops: bool):
+    """The input of the output projection, `after(z)`, with the taps of `attnlab.see` and sown weights."""
+    if layer.is_mutable_collection("intermediates"):
+        layer.sow("intermediates", "attention_weights", weights())
+    z = taps.attended(layer, lambda: z, weights, v, after=after, drops=drops)
+    return sharding.constrain(z, "batch", "length", "heads", None)

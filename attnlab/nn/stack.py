@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from attnlab.nn import sharding
 from attnlab.nn.kinds import pattern_of
+from attnlab.nn.layer import Context, LayerOut
 from attnlab.nn.remat import remat_policy
 from attnlab.ops import dropout
 
@@ -135,52 +136,45 @@ def _reshaped(x: jax.ShapeDtypeStruct, shape, split) -> jax.ShapeDtypeStruct:
 # ---------------------------------------------------------------------------------------------------------------- run
 
 
-def run(model, x, keys, caches, **options):
+def fold(model, x, context: Context, keys, caches):
     """(The residual stream `[B, T, F]` after the layers of a `GPT` that is being applied, the extended caches or None).
 
-    `keys` are dropout keys, one per example; `caches` one per layer; `options` arguments of every block.
+    `context` is that of all layers, `keys` are dropout keys, one per example, and `caches` one per layer.
     """
     params = model.variables.get("params", {})
     if not is_stacked(params):
-        return _one_by_one(model, x, keys, caches, options)
+        return _one_by_one(model, x, context, keys, caches)
     stacks, alone = _stacks(params), sum(bool(re.fullmatch(r"block_\d+", name)) for name in params)
     if (found := _turns(stacks) * len(stacks) + alone) != model.num_layers:
         raise ValueError(f"params have {found} stacked layers, expected num_layers = {model.num_layers}")
     others = any(model.variables[name] for name in model.variables if name != "params")
     if caches is None and not others and is_filter_empty(model.scope.mutable):
-        return _in_a_loop(model, x, keys, options, params), None
+        return _in_a_loop(model, x, context, keys, params), None
 
     def unstacked(variables):
         return {"params": unstack_layers(variables["params"])}
 
     # Caches and other collections belong to single layers.
-    return nn.map_variables(_one_by_one, "params", trans_in_fn=unstacked)(model, x, keys, caches, options)
+    return nn.map_variables(_one_by_one, "params", trans_in_fn=unstacked)(model, x, context, keys, caches)
 
 
-def _one_by_one(model, x, keys, caches, options):
+def _one_by_one(model, x, context, keys, caches):
     """Run the layers as modules, whose parameters are `block_0`, `block_1`, …."""
-
-    def apply(block, x, handed, key, cache):
-        return block(x, **options, **handed, cache=cache, dropout_key=key)
-
     gathers = not model.is_initializing() and sharding.is_active(x)
     recomputes, policy = remat_policy(model.remat, gathers=gathers, loop=False)
-    apply_whole = sharding.gathering(model, apply)
+    forward = sharding.gathering(model, lambda block, *args: block.forward(*args))
     if recomputes and caches is None:
-        apply_whole = nn.remat(apply_whole, policy=policy)
-    extended, handed = [], {}
+        forward = nn.remat(forward, policy=policy)
+    extended = []
     for layer in range(model.num_layers):
         cache = None if caches is None else caches[layer]
-        block = model.block(layer)
-        out = apply_whole(block, x, _given(block, layer, handed), _key_of(keys, layer), cache)
-        x, *others = out if isinstance(out, tuple) else (out,)
-        if caches is not None:
-            extended.append(others.pop(0))
-        handed = _handed(others, handed)
+        found = forward(model.block(layer), x, _at(context, layer, keys), cache)
+        x, context = found.out, _with_values(context, found)
+        extended.append(found.cache)
     return x, None if caches is None else tuple(extended)
 
 
-def _in_a_loop(model, x, keys, options, params):
+def _in_a_loop(model, x, context, keys, params):
     """Run the layers as one loop over stacks: one pattern is compiled, whatever the depth."""
     stacks = _stacks(params)
     places, period = len(stacks), math.lcm(len(stacks), len(pattern_of(model)))
@@ -188,38 +182,35 @@ def _in_a_loop(model, x, keys, options, params):
     blocks = [model.block(layer).clone(parent=None, name=None) for layer in range(period)]
     recomputes, policy = remat_policy(model.remat, gathers=sharding.is_active(x), loop=True)
 
-    def apply(block, x, params, layer, keys, handed):
+    def forward(block, params, x, context, layer, keys):
         params = sharding.gathered(params, model.dtype)
-        given = _given(block, layer, handed)
-        return block.apply({"params": params}, x, **options, **given, dropout_key=_key_of(keys, layer))
+        return block.apply({"params": params}, x, _at(context, layer, keys), method="forward")
 
-    def run_one(n, x, params, layer, handed, *, in_loop):
-        call = functools.partial(apply, blocks[n])
+    def run_one(n, params, x, context, layer, *, in_loop) -> LayerOut:
+        call = functools.partial(forward, blocks[n])
         # A loop is a barrier by itself.
         call = jax.checkpoint(call, policy=policy, prevent_cse=not in_loop) if recomputes else call
-        out = call(x, params, layer, keys, handed)
-        x, *others = out if isinstance(out, tuple) else (out,)
-        return x, _handed(others, handed)
+        return call(params, x, context, layer, keys)
 
-    def alone(x, layer, handed):
+    def alone(x, context, layer):
         own = params.get(f"block_{layer}")
         if layer < stacked_layers:
             own = jax.tree.map(lambda leaf: leaf[layer // places], stacks[layer % places])
-        return run_one(layer % period, x, own, layer, handed, in_loop=False)
+        found = run_one(layer % period, own, x, context, layer, in_loop=False)
+        return found.out, _with_values(context, found)
 
     def step(x, each):
         grouped, first = each
         for n in range(period):
             own = grouped[n % places]
             own = own if period == places else jax.tree.map(lambda leaf, n=n: leaf[n // places], own)
-            x, _ = run_one(n, x, own, first + n, handed, in_loop=True)
+            x = run_one(n, own, x, context, first + n, in_loop=True).out
         return x, None
 
     # With value residuals the first period gives its values to the others; an incomplete one is the last.
-    hands = any(_has_value_residual(block) for block in blocks)
-    start, handed = (min(period, model.num_layers) if hands else 0), {}
+    start = min(period, model.num_layers) if any(block.value_residual for block in blocks) else 0
     for layer in range(start):
-        x, handed = alone(x, layer, handed)
+        x, context = alone(x, context, layer)
     steps = max(0, stacked_layers - start) // period
     end = start + steps * period
 
@@ -230,24 +221,15 @@ def _in_a_loop(model, x, keys, options, params):
     if steps:
         x = jax.lax.scan(step, x, (jax.tree.map(by_step, stacks), jnp.arange(start, end, period)))[0]
     for layer in range(end, model.num_layers):
-        x, _ = alone(x, layer, handed)
+        x, context = alone(x, context, layer)
     return x
 
 
-def _key_of(keys, layer):
-    return None if keys is None else dropout.fold_in(keys, layer)
+def _at(context: Context, layer, keys) -> Context:
+    """The context of a layer, with its number and its dropout keys."""
+    return context._replace(layer=layer, dropout_key=None if keys is None else dropout.fold_in(keys, layer))
 
 
-def _given(block, layer, handed: dict) -> dict:
-    """The arguments of a block: the number of a layer that depends on it, and what earlier layers hand to it."""
-    number = {"layer": layer} if getattr(block.attention, "numbered", False) else {}
-    return number | (handed if _has_value_residual(block) else {})
-
-
-def _has_value_residual(block) -> bool:
-    return getattr(block.attention, "value_residual", False)
-
-
-def _handed(others: list, handed: dict) -> dict:
-    """Arguments from a block to the next: the values of the first layer."""
-    return {"first_values": others[0], **handed} if others else handed
+def _with_values(context: Context, found: LayerOut) -> Context:
+    """The context of the layers after one: the first values are those of the first layer that has any."""
+    return context._replace(first_values=found.values) if context.first_values is None else context

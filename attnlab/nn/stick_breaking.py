@@ -31,23 +31,21 @@ class StickBreakingAttention(MultiHeadAttention):
     def of_model(cls, model, **fields):
         return super().of_model(model, **{"dropout_rate": 0.0, **fields})
 
-    def _check(self, inputs_q, inputs_kv, cache, positions, layer):
-        if inputs_kv is not None:
+    def project(self, x, memory, context):
+        if memory is not x:
             raise ValueError("stick-breaking attention needs queries and keys of one sequence: leave out inputs_kv")
         unset = {"score_mod": None, "dropout_rate": 0.0, "sinks": False, "forget_gate": False}
         for name, value in unset.items():
             if getattr(self, name) != value:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: stick-breaking attention has none, leave it out")
-        super()._check(inputs_q, inputs_kv, cache, positions, layer)
+        return super().project(x, memory, context)
 
-    def _attend(self, q, k, v, terms, gate, layer):
+    def attend(self, q, k, v, terms, context):
         options = {name: terms[name] for name in ("mask", "q_positions", "kv_positions")} | {"scale": self.scale}
-
-        def attend():
-            return stick_breaking_attention(q, k.astype(q.dtype), v.astype(q.dtype), impl=self.impl, **options)
 
         def weights(rows=None):
             found = stick_breaking_weights(q, k, **options)
             return found if rows is None else jnp.take(found, rows, axis=-2)
 
-        return self._seen(attend, weights, v, None if gate is None else lambda z: z * gate, drops=False)
+        out = stick_breaking_attention(q, k.astype(q.dtype), v.astype(q.dtype), impl=self.impl, **options)
+        return out, weights

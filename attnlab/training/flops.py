@@ -38,7 +38,7 @@ def per_decoded_token(model: GPT, length: int) -> float:
     >>> per_decoded_token(model, length=8) - per_decoded_token(model, length=4)
     128.0
     """
-    caches = jax.eval_shape(lambda: model.empty_caches(1, length))
+    caches = jax.eval_shape(lambda: model.init_caches(1, length))
 
     def step(variables, token, caches):
         return model.apply(variables, token, caches=caches)

@@ -113,7 +113,7 @@ class Contenders:
         """Load a task from the arrays of a folder: q.npy, k.npy, v.npy, d_out.npy, ids.npy."""
         self.entered.clear()
         if self.device == "cuda":
-            torch.cuda.empty_cache()  # memory that torch caches is missing to JAX
+            torch.cuda.init_cache()  # memory that torch caches is missing to JAX
         *arrays, ids = (np.load(Path(folder) / f"{name}.npy") for name in ("q", "k", "v", "d_out", "ids"))
         self.task = task(mask, arrays, window, ids, self.device, dtype)
         return {}

@@ -224,5 +224,5 @@ def test_drawn_texts_of_recurrent_layers_side_by_side_equal_each_alone():
 
 def test_state_of_recurrent_layers_is_of_one_size_however_long_the_text():
     model, _ = recurrent("gated_delta")
-    short, long = (jax.eval_shape(lambda n=n: model.empty_caches(1, n)) for n in (8, 4096))
+    short, long = (jax.eval_shape(lambda n=n: model.init_caches(1, n)) for n in (8, 4096))
     assert short == long

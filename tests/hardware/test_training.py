@@ -119,7 +119,7 @@ def test_decode_step_compiles_with_a_cache_for_the_context(name, topology, compi
     place = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     token, key = jnp.zeros(1, jnp.int32), drawing.keys(seed=0, num_samples=1)
-    state = jax.eval_shape(lambda: loop.State(token, model.empty_caches(1), key, token, jnp.ones(1, bool)))
+    state = jax.eval_shape(lambda: loop.State(token, model.init_caches(1), key, token, jnp.ones(1, bool)))
     params, state = jax.tree.map(lambda x: place(x.shape, x.dtype), (params, state))
     draw = drawing.Draw(temperature=0.8, vocab_size=model.vocab_size)
 

@@ -38,7 +38,7 @@ def test_exported_prefill_and_steps_equal_model(options):
     model = MODEL.clone(**options)
     params = jax.tree.map(lambda x: x / 4, parameters(model, TOKENS[:, :1]))  # for logits below 1
     prefill, step = (through_bytes(export_step(model, params, batch=2, tokens=tokens)) for tokens in (18, 1))
-    caches = jax.tree.map(np.zeros_like, tuple(map(tuple, model.empty_caches(batch=2))))
+    caches = jax.tree.map(np.zeros_like, tuple(map(tuple, model.init_caches(batch=2))))
     logits, caches = prefill.call(params, TOKENS[:, :18], caches)
     parts = [logits]
     for at in range(18, 22):

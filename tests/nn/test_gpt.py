@@ -92,7 +92,7 @@ def made(option):
 )
 def test_gpt_decoding_with_caches_equals_full_pass(option):
     model, params, apply = made(option)
-    parts, caches = [], model.empty_caches(batch=2)
+    parts, caches = [], model.init_caches(batch=2)
     for chunk in (TOKENS[:, :3], TOKENS[:, 3:4], TOKENS[:, 4:5], TOKENS[:, 5:]):
         logits, caches = apply(params, chunk, caches=caches)
         parts.append(logits)
@@ -139,7 +139,7 @@ def test_gpt_segments_of_another_shape_or_with_caches_raise(own_errors):
     with pytest.raises(ValueError, match="segments has values from 0 to 4294967296, .*int32"):
         jax.eval_shape(lambda: model.apply(variables, TOKENS, segments=np.arange(2)[:, None].repeat(8, 1) << 32))
     with pytest.raises(ValueError, match="segments .*: leave out caches"):
-        apply(segments=np.zeros((2, 8), int), caches=model.empty_caches(2))
+        apply(segments=np.zeros((2, 8), int), caches=model.init_caches(2))
 
 
 def test_gpt_masks_of_field_and_call_equal_segments_and_causal():
@@ -161,7 +161,7 @@ def test_gpt_masks_of_field_and_call_equal_segments_and_causal():
 @pytest.mark.slow
 def test_gpt_mask_with_caches_equals_full_pass():
     model, params, apply = made("rotary")
-    parts, caches = [], model.empty_caches(batch=2)
+    parts, caches = [], model.init_caches(batch=2)
     for at in (slice(0, 5), slice(5, 8)):
         mask = Segments(SEGMENTS[at], SEGMENTS)  # the cache has 8 slots
         logits, caches = apply(params, TOKENS[:, at], caches=caches, mask=mask)
@@ -182,7 +182,7 @@ TOO_LARGE[1, 2] = 11
         (TOKENS, {"is_causal": True}, TypeError, "GPT.__call__ .*'is_causal': use mask=masks.Causal"),
         (TOKENS, {"mask": np.ones((3, 3), bool)}, ValueError, r"mask has shape \(3, 3\).*\(8, 8\)"),
         (TOKENS, {"mask": lambda b, h, i, j: i > j}, TypeError, "function"),
-        (TOKENS, {"caches": gpt().empty_caches(batch=3)}, ValueError, r"caches\[0\].key has shape \(3, 8, 4, 4\)"),
+        (TOKENS, {"caches": gpt().init_caches(batch=3)}, ValueError, r"caches\[0\].key has shape \(3, 8, 4, 4\)"),
         (TOKENS, {"caches": KVCache.empty(2, 8, 4, 4)}, ValueError, "caches is one KVCache.*num_layers = 2"),
     ],
 )

@@ -27,4 +27,4 @@ FAST = ("window", "gates", "latent", "gated_delta", "mamba2")
 def test_layer_obeys_the_laws_of_mixing(name):
     layer = LAYERS[name]
     capacity = (LENGTH // 2 if name == "window" else LENGTH,) if name in ATTENTION | relatives.MODULES else ()
-    assert check_layer(layer, lambda batch: layer.empty_cache(batch, 8, *capacity), features=8) == []
+    assert check_layer(layer, lambda batch: layer.init_cache(batch, 8, *capacity), features=8) == []

@@ -108,7 +108,7 @@ def test_full_cache_attends_to_the_newest_positions_in_pieces_of_any_size(module
     params, apply = parameters(module, x), jax.jit(module.apply)
     expected = jax.jit(module.clone(mask=windowed).apply)(params, x)
     for pieces in ((6, 6), (8, 4), (4, 8), (8, 1, 1, 1, 1)):
-        outs, cache = [], module.empty_cache(2, 8, 8)
+        outs, cache = [], module.init_cache(2, 8, 8)
         for piece in np.split(x, np.cumsum(pieces)[:-1], axis=1):
             out, cache = apply(params, piece, cache=cache)
             outs.append(out)

@@ -26,7 +26,7 @@ def whole(name):
 
 
 def empty(name, capacity=10):
-    return MODULES[name].empty_cache(2, 8, capacity)
+    return MODULES[name].init_cache(2, 8, capacity)
 
 
 @EACH
@@ -68,7 +68,7 @@ def test_see_verifies_the_pattern_and_contributions_sum_to_the_logits(mixer):
     [("differential", 2 * 8 + 16), ("latent", 4 * 8 + 4), ("stick_breaking", 2 * 16)],
 )
 def test_cache_has_the_bytes_of_its_paper(mixer, numbers):
-    caches = jax.eval_shape(lambda: GPT(**SIZES, mixer=mixer).empty_caches(1))
+    caches = jax.eval_shape(lambda: GPT(**SIZES, mixer=mixer).init_caches(1))
     assert sum(leaf.size for leaf in jax.tree.leaves(caches[0])) == 12 * numbers + 1
 
 

@@ -69,7 +69,7 @@ def test_stacked_layers_decode_drop_and_sow_as_single_ones_do():
 
     @jax.jit
     def run(params):
-        decoded = MODEL.apply(params, TOKENS[:, :5], caches=MODEL.empty_caches(2))
+        decoded = MODEL.apply(params, TOKENS[:, :5], caches=MODEL.init_caches(2))
         dropped = {"deterministic": False, "dropout_key": jax.random.key(1)}
         return decoded, MODEL.apply(params, TOKENS, **dropped, mutable=["intermediates"])
 
@@ -105,7 +105,7 @@ def test_unknown_remat_is_one_line_that_lists_the_policies():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"targets": TOKENS, "caches": MODEL.empty_caches(2)}, "targets .*: leave out caches"),
+        ({"targets": TOKENS, "caches": MODEL.init_caches(2)}, "targets .*: leave out caches"),
         ({"targets": TOKENS[:1]}, r"targets has shape \(1, 12\)"),
         ({"targets": TOKENS - 1}, "targets contains -1, .*0 to 39"),
     ],
@@ -154,7 +154,7 @@ def test_stacked_layers_of_unlike_kinds_compute_what_single_ones_do(hybrid):
 def test_learned_positions_of_a_model_without_attention_go_on_where_its_caches_end(hybrid):
     model = hybrid[0].clone(pattern="conv", num_layers=1, positions="learned", context=14)
     params = {"params": parameters(model, TOKENS)["params"]}
-    apply, caches, found = jax.jit(model.apply), model.empty_caches(2), []
+    apply, caches, found = jax.jit(model.apply), model.init_caches(2), []
     expected = apply(params, TOKENS)
     for start in (0, 4, 8):  # each call with two tokens of padding
         part = np.pad(TOKENS[:, start : start + 4], ((0, 0), (0, 2)))
@@ -166,7 +166,7 @@ def test_learned_positions_of_a_model_without_attention_go_on_where_its_caches_e
 def test_cache_of_one_layer_instead_of_all_raises_one_line(hybrid):
     model, params = hybrid
     with pytest.raises(ValueError, match="caches is one MixerState, expected a sequence of num_layers = 5"):
-        model.apply({"params": params}, TOKENS, caches=model.empty_caches(2)[1])
+        model.apply({"params": params}, TOKENS, caches=model.init_caches(2)[1])
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,8 @@ def test_layers_drop_other_elements_than_each_other():
     assert 0.4 < np.mean(first == second - first) < 0.6
 
 
-def test_empty_caches_share_no_buffer():
-    caches = MODEL.empty_caches(2)
+def test_init_caches_share_no_buffer():
+    caches = MODEL.init_caches(2)
     step = jax.jit(lambda caches: MODEL.apply({"params": PARAMS}, TOKENS[:, :1], caches=caches)[1], donate_argnums=0)
     assert len(step(caches)) == 2
 

@@ -87,5 +87,5 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_of_a_layer_is_found_by_its_law_alone(fault):
     layer = Convolution(fault=fault)
-    (found,) = check_layer(layer, lambda batch: layer.empty_cache(batch, 8), features=8)
+    (found,) = check_layer(layer, lambda batch: layer.init_cache(batch, 8), features=8)
     assert found.startswith(FAULTS[fault])

@@ -6,7 +6,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from attnlab.nn.groups import group
-from attnlab.nn.mixers.interface import CausalMixer, last
+from attnlab.nn.layer import LayerOut
+from attnlab.nn.mixers.interface import CausalMixer, MixerState, last
 from attnlab.types import DType
 
 
@@ -43,21 +44,22 @@ class CausalConv(CausalMixer):
         conv = group(model, "recurrence").conv
         return cls(kernel_size=4 if conv is None else conv, dtype=dtype, parent=parent)
 
-    def mix(self, x, before, tokens):
-        previous, length = before.conv, x.shape[1]
+    def mix(self, x, state, context):
+        previous, length = state.conv, x.shape[1]
         inputs = jnp.concatenate([previous, x.astype(previous.dtype)], axis=1)
         reach = previous.shape[1]
         taps = [inputs[:, at : at + length] for at in range(0, reach + 1, self.dilation)]
-        if tokens.segments is not None:
+        if context.segments is not None:
             # What is before the sequence belongs to its first segment, and is 0.
-            segments = jnp.pad(tokens.segments, ((0, 0), (reach, 0)), mode="edge")
-            same = [segments[:, at : at + length] == tokens.segments for at in range(0, reach + 1, self.dilation)]
+            segments = jnp.pad(context.segments, ((0, 0), (reach, 0)), mode="edge")
+            same = [segments[:, at : at + length] == context.segments for at in range(0, reach + 1, self.dilation)]
             taps = [jnp.where(seen[..., None], tap, 0) for seen, tap in zip(same, taps)]
         # The kernel `[k, F, d]` of `nn.Conv`, over neighbours in two axes.
         convolve = nn.DenseGeneral(self.features or x.shape[-1], axis=(-2, -1), dtype=self.dtype, name="conv")
-        return convolve(jnp.stack(taps, axis=-2)), None, last(inputs, reach, tokens.lengths)
+        return LayerOut(convolve(jnp.stack(taps, axis=-2)), MixerState(conv=last(inputs, reach, context.lengths)))
 
-    def empty(self, batch, features):
+    def init_state(self, batch, features):
         if min(self.kernel_size, self.dilation) < 1:
             raise ValueError(f"kernel_size, dilation = {self.kernel_size}, {self.dilation}: expected 1 or more of both")
-        return None, jnp.zeros((batch, (self.kernel_size - 1) * self.dilation, features), self.dtype or jnp.float32)
+        reach = (self.kernel_size - 1) * self.dilation
+        return MixerState(conv=jnp.zeros((batch, reach, features), self.dtype or jnp.float32))

@@ -36,7 +36,7 @@ class DeltaRule(RecurrentMixer):
         key, value = self.key_features(features), self.value_features(features)
         return {"query": (self.num_heads, key), "key": (self.num_heads, key), "value": (self.states, value)}
 
-    def _projected(self, x, before, tokens):
+    def _projected(self, x, state, context):
         """(Queries, keys, values, the last inputs of the convolutions or None)."""
         found = {name: self._dense(name, *size)(x) for name, size in self._sizes(x.shape[-1]).items()}
         kept = None
@@ -44,7 +44,7 @@ class DeltaRule(RecurrentMixer):
             convolved = {}
             for name, y in found.items():
                 layer = ShortConv(self.conv, dtype=self.dtype, name=f"{name}_conv")
-                convolved[name] = layer(y, before.conv[name], tokens.segments, tokens.lengths)
+                convolved[name] = layer(y, state.conv[name], context.segments, context.lengths)
             found, kept = ({name: pair[n] for name, pair in convolved.items()} for n in (0, 1))
         q, k, v = (jax.nn.silu(y) for y in found.values())
         q, k = (gates.unit(y.astype(_wide(x))).astype(v.dtype) for y in (q, k))
@@ -68,12 +68,13 @@ class DeltaRule(RecurrentMixer):
         z = self._normed(z)
         return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
 
-    def empty(self, batch, features):
-        state, _ = super().empty(batch, features)
+    def init_state(self, batch, features):
+        state = super().init_state(batch, features)
         if not self.conv:
-            return state, None
-        dtype, sizes = self.dtype or jnp.float32, self._sizes(features)
-        return state, {name: jnp.zeros((batch, self.conv - 1, *size), dtype) for name, size in sizes.items()}
+            return state
+        before, dtype = (batch, self.conv - 1), self.dtype or jnp.float32
+        conv = {name: jnp.zeros((*before, *size), dtype) for name, size in self._sizes(features).items()}
+        return state._replace(conv=conv)
 
 
 def _wide(x):

@@ -6,7 +6,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from attnlab.nn.groups import group
-from attnlab.nn.mixers.interface import CausalMixer
+from attnlab.nn.layer import LayerOut
+from attnlab.nn.mixers.interface import CausalMixer, MixerState
 from attnlab.nn.mixers.short_conv import ShortConv
 from attnlab.ops.cpu import products
 from attnlab.types import DType
@@ -39,13 +40,13 @@ class GatedConv(CausalMixer):
         conv = group(model, "recurrence").conv
         return cls(kernel_size=4 if conv is None else conv, dtype=dtype, parent=parent)
 
-    def mix(self, x, before, tokens):
+    def mix(self, x, state, context):
         convolve = ShortConv(self.kernel_size, use_bias=True, dtype=self.dtype, name="conv")
-        mixed, after = convolve(x, before.conv, tokens.segments, tokens.lengths)
+        mixed, after = convolve(x, state.conv, context.segments, context.lengths)
         gate = nn.Dense(x.shape[-1], dtype=self.dtype, name="linear", dot_general=products.dot_general)(x)
-        return mixed * gate + x.astype(gate.dtype), None, after
+        return LayerOut(mixed * gate + x.astype(gate.dtype), MixerState(conv=after))
 
-    def empty(self, batch, features):
+    def init_state(self, batch, features):
         if self.kernel_size < 1:
             raise ValueError(f"kernel_size = {self.kernel_size}: expected 1 or more")
-        return None, jnp.zeros((batch, self.kernel_size - 1, features), self.dtype or jnp.float32)
+        return MixerState(conv=jnp.zeros((batch, self.kernel_size - 1, features), self.dtype or jnp.float32))

@@ -2,7 +2,9 @@
 
 import functools
 
+from attnlab.nn.layer import LayerOut
 from attnlab.nn.mixers.delta_rule import DeltaRule
+from attnlab.nn.mixers.interface import MixerState
 
 
 class GatedDeltaNet(DeltaRule):
@@ -30,10 +32,10 @@ class GatedDeltaNet(DeltaRule):
 
     decay: bool = True
 
-    def mix(self, x, before, tokens):
-        q, k, v, conv = self._projected(x, before, tokens)
+    def mix(self, x, state, context):
+        q, k, v, conv = self._projected(x, state, context)
         beta = self._beta(x, self.states)
         g = self._decay(x) if self.decay else None
 
-        z, state = self._recur(q, k, v, before.state, tokens, g=g, beta=beta, after=functools.partial(self._gated, x))
-        return self._out(z, x.shape[-1]), state, conv
+        z, last_state = self._recur(q, k, v, state, context, g=g, beta=beta, after=functools.partial(self._gated, x))
+        return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state, conv))

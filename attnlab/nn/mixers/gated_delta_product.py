@@ -5,7 +5,9 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from attnlab.nn.layer import LayerOut
 from attnlab.nn.mixers.delta_rule import DeltaRule
+from attnlab.nn.mixers.interface import MixerState
 
 
 class GatedDeltaProduct(DeltaRule):
@@ -32,13 +34,13 @@ class GatedDeltaProduct(DeltaRule):
 
     reads: ClassVar[frozenset[str]] = DeltaRule.reads | {"steps"}
 
-    def mix(self, x, before, tokens):
-        q, k, v, conv = self._projected(x, before, tokens)
+    def mix(self, x, state, context):
+        q, k, v, conv = self._projected(x, state, context)
         beta = self._beta(x, self.states * self.steps)
         k, v, beta = (self._in_turn(y) for y in (k, v, beta))
         after = functools.partial(self._gated, x)
-        z, state = self._recur(q, k, v, before.state, tokens, g=self._decay(x), beta=beta, after=after)
-        return self._out(z, x.shape[-1]), state, conv
+        z, last_state = self._recur(q, k, v, state, context, g=self._decay(x), beta=beta, after=after)
+        return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state, conv))
 
     def _recurrence(self, q, k, v, *, g, segment_ids, lengths, **options):
         steps, (batch, length, heads) = self.steps, g.shape
@@ -59,7 +61,7 @@ class GatedDeltaProduct(DeltaRule):
         query, *others = super()._sizes(features).items()
         return dict([query, *((name, (heads * self.steps, size)) for name, (heads, size) in others)])
 
-    def empty(self, batch, features):
+    def init_state(self, batch, features):
         if self.steps < 1:
             raise ValueError(f"steps = {self.steps}: expected 1 step of the delta rule or more")
-        return super().empty(batch, features)
+        return super().init_state(batch, features)

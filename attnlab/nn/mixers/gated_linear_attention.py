@@ -5,7 +5,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from attnlab.nn.mixers.interface import RecurrentMixer
+from attnlab.nn.layer import LayerOut
+from attnlab.nn.mixers.interface import MixerState, RecurrentMixer
 from attnlab.nn.norms import RMSNorm
 
 
@@ -37,7 +38,7 @@ class GatedLinearAttention(RecurrentMixer):
     def key_features(self, features):
         return self.key_dim or max(1, super().key_features(features) // 2)
 
-    def mix(self, x, before, tokens):
+    def mix(self, x, state, context):
         keys, values = self.key_features(x.shape[-1]), self.value_features(x.shape[-1])
         q, k = (self._dense(name, self.num_heads, keys)(x) for name in ("query", "key"))
         v = self._dense("value", self.num_heads, values)(x)
@@ -49,5 +50,5 @@ class GatedLinearAttention(RecurrentMixer):
             z = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
             return z * jax.nn.silu(self._dense("gate", *z.shape[-2:], use_bias=True)(x)) if self.gate else z
 
-        z, state = self._recur(q, k, v, before.state, tokens, g=g, after=after)
-        return self._out(z, x.shape[-1]), state, None
+        z, last_state = self._recur(q, k, v, state, context, g=g, after=after)
+        return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state))

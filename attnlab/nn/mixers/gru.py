@@ -3,7 +3,8 @@
 import flax.linen as nn
 import jax.numpy as jnp
 
-from attnlab.nn.mixers.interface import CausalMixer
+from attnlab.nn.layer import LayerOut
+from attnlab.nn.mixers.interface import CausalMixer, MixerState
 from attnlab.types import DType
 
 
@@ -24,13 +25,13 @@ class GRU(CausalMixer):
     features: int | None = None
     dtype: DType | None = None
 
-    def mix(self, x, before, tokens):
+    def mix(self, x, state, context):
         cell = nn.GRUCell(self.features or x.shape[-1], dtype=self.dtype, name="cell")
         begins = inside = None
-        if tokens.segments is not None:
-            begins = jnp.pad(tokens.segments[:, 1:] != tokens.segments[:, :-1], ((0, 0), (1, 0)))
-        if tokens.lengths is not None:
-            inside = jnp.arange(x.shape[1]) < tokens.lengths[:, None]
+        if context.segments is not None:
+            begins = jnp.pad(context.segments[:, 1:] != context.segments[:, :-1], ((0, 0), (1, 0)))
+        if context.lengths is not None:
+            inside = jnp.arange(x.shape[1]) < context.lengths[:, None]
 
         def step(cell, state, token):
             x, begins, inside = token
@@ -39,8 +40,8 @@ class GRU(CausalMixer):
             return state if inside is None else jnp.where(inside[:, None], state, previous), out
 
         run = nn.scan(step, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
-        state, out = run(cell, before.state, (x, begins, inside))
-        return out, state, None
+        last_state, out = run(cell, state.state, (x, begins, inside))
+        return LayerOut(out, MixerState(last_state))
 
-    def empty(self, batch, features):
-        return jnp.zeros((batch, self.features or features), self.dtype or jnp.float32), None
+    def init_state(self, batch, features):
+        return MixerState(jnp.zeros((batch, self.features or features), self.dtype or jnp.float32))

@@ -6,7 +6,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from attnlab.nn.mixers.interface import RecurrentMixer
+from attnlab.nn.layer import LayerOut
+from attnlab.nn.mixers.interface import MixerState, RecurrentMixer
 from attnlab.nn.norms import RMSNorm
 
 
@@ -40,17 +41,13 @@ class HGRN2(RecurrentMixer):
     def of_model(cls, model, **fields):
         return super().of_model(model, layers=model.num_layers, **fields)
 
-    @property
-    def numbered(self):
-        return self.layers is not None
-
-    def mix(self, x, before, tokens):
+    def mix(self, x, state, context):
         keys, values = self.key_features(x.shape[-1]), self.value_features(x.shape[-1])
         wide = jnp.promote_types(x.dtype, jnp.float32)
         q = jax.nn.silu(self._dense("query", self.num_heads, keys)(x))
         v = self._dense("value", self.num_heads, values)(x)
         forget = self._dense("key", self.num_heads, keys)(x).astype(wide)
-        bound = self._bound(keys, tokens.layer).astype(wide) if self.numbered else 0
+        bound = self._bound(keys, context.layer).astype(wide) if self.layers is not None else 0
         k = (1 - bound) * jax.nn.sigmoid(-forget)  # 1 − f, without the difference
         f = bound + (1 - bound) * jax.nn.sigmoid(forget)
         g = jnp.log(jnp.maximum(f, jnp.finfo(wide).tiny))
@@ -59,8 +56,8 @@ class HGRN2(RecurrentMixer):
             joint = z.reshape(*z.shape[:-2], self.num_heads * values)
             return RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(joint).reshape(z.shape)
 
-        z, state = self._recur(q, k.astype(v.dtype), v, before.state, tokens, g=g, scale=1.0, after=after)
-        return self._out(z, x.shape[-1]), state, None
+        z, last_state = self._recur(q, k.astype(v.dtype), v, state, context, g=g, scale=1.0, after=after)
+        return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state))
 
     def _bound(self, keys, layer):
         """b `[H, K]`."""

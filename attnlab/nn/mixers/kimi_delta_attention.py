@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 
+from attnlab.nn.layer import LayerOut
 from attnlab.nn.mixers import gates
 from attnlab.nn.mixers.delta_rule import DeltaRule
+from attnlab.nn.mixers.interface import MixerState
 
 
 class KimiDeltaAttention(DeltaRule):
@@ -23,8 +25,8 @@ class KimiDeltaAttention(DeltaRule):
     (2, 5, 8)
     """
 
-    def mix(self, x, before, tokens):
-        q, k, v, conv = self._projected(x, before, tokens)
+    def mix(self, x, state, context):
+        q, k, v, conv = self._projected(x, state, context)
         beta = self._beta(x, self.states)
         rank = self.value_features(x.shape[-1])
 
@@ -35,8 +37,8 @@ class KimiDeltaAttention(DeltaRule):
             return z * jax.nn.sigmoid(self._dense("gate_up", *z.shape[-2:])(self._dense("gate_down", rank)(x)))
 
         g = self._decay_by_feature(x, rank)
-        z, state = self._recur(q, k, v, before.state, tokens, g=g, beta=beta, after=after)
-        return self._out(z, x.shape[-1]), state, conv
+        z, last_state = self._recur(q, k, v, state, context, g=g, beta=beta, after=after)
+        return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state, conv))
 
     def _decay_by_feature(self, x, rank):
         """g `[B, T, HV, K]`."""

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from attnlab.nn import projections
-from attnlab.nn.mixers.interface import RecurrentMixer
+from attnlab.nn.layer import LayerOut
+from attnlab.nn.mixers.interface import MixerState, RecurrentMixer
 from attnlab.ops.linear import elu_plus_one, quotient
 
 
@@ -38,21 +39,21 @@ class LinearAttention(RecurrentMixer):
     def of_model(cls, model, **fields):
         return super().of_model(model, use_bias=model.use_bias, **fields)
 
-    def mix(self, x, before, tokens):
+    def mix(self, x, state, context):
         size, feature_map = self.key_features(x.shape[-1]), self.feature_map or elu_plus_one
         names = ("query", "key", "value")
         q, k, v = (self._dense(name, self.num_heads, size, use_bias=self.use_bias)(x) for name in names)
         q, k, v = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (q, k, v))  # as features and sums are
-        z, state = self._recur(feature_map(q), feature_map(k), v, before.state, tokens, scale=1.0)
+        z, last_state = self._recur(feature_map(q), feature_map(k), v, state, context, scale=1.0)
         out = projections.out(self, self.features or x.shape[-1], use_bias=self.use_bias)
-        return out(z.astype(self.dtype or x.dtype)), state, None
+        return LayerOut(out(z.astype(self.dtype or x.dtype)), MixerState(last_state))
 
     def _recurrence(self, q, k, v, **options):
         v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)  # a last value of 1 sums the keys
         z, state = super()._recurrence(q, k, v, **options)
         return quotient(z[..., :-1], z[..., -1:]) if self.normalize else z[..., :-1], state
 
-    def empty(self, batch, features):
+    def init_state(self, batch, features):
         size = self.key_features(features)
         mapped = jax.eval_shape(self.feature_map or elu_plus_one, jax.ShapeDtypeStruct((size,), jnp.float32))
-        return jnp.zeros((batch, self.num_heads, *mapped.shape, size + 1), self._wide), None
+        return MixerState(jnp.zeros((batch, self.num_heads, *mapped.shape, size + 1), self._wide))

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from attnlab.nn.groups import group
+from attnlab.nn.layer import LayerOut
 from attnlab.nn.matrices import Matrix
 from attnlab.nn.mixers import gates
-from attnlab.nn.mixers.interface import RecurrentMixer
+from attnlab.nn.mixers.interface import MixerState, RecurrentMixer
 from attnlab.nn.mixers.short_conv import ShortConv
 from attnlab.nn.norms import RMSNorm
 
@@ -74,12 +75,12 @@ class Mamba2(RecurrentMixer):
         """See `attnlab.nn.matrices`."""
         return {"in/kernel": Matrix(fused=self.fused(features))}
 
-    def mix(self, x, before, tokens):
+    def mix(self, x, state, context):
         sizes = inner, _, shared, _, _ = self.fused(x.shape[-1])
         projected = self._dense("in", sum(sizes))(x)
         gate, xbc, dt = jnp.split(projected, (inner, sum(sizes[:-1])), axis=-1)
         conv = ShortConv(self.conv, use_bias=True, dtype=self.dtype, name="conv")
-        xbc, last = conv(xbc, before.conv, tokens.segments, tokens.lengths)
+        xbc, last = conv(xbc, state.conv, context.segments, context.lengths)
         v, k, q = jnp.split(jax.nn.silu(xbc), (inner, inner + shared), axis=-1)
         v = v.reshape(*v.shape[:2], self.states, self.value_features(x.shape[-1]))
         q, k = (y.reshape(*y.shape[:2], self.num_heads, self.key_features(x.shape[-1])) for y in (q, k))
@@ -96,12 +97,12 @@ class Mamba2(RecurrentMixer):
             )
 
         written = (v * dt[..., None]).astype(v.dtype)
-        z, state = self._recur(q, k, written, before.state, tokens, g=g, scale=1.0, after=after)
-        return self._out(z, x.shape[-1]), state, last
+        z, last_state = self._recur(q, k, written, state, context, g=g, scale=1.0, after=after)
+        return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state, last))
 
-    def empty(self, batch, features):
+    def init_state(self, batch, features):
         if self.conv < 1:
             raise ValueError(f"conv = {self.conv}: expected 1 token or more")
-        state, _ = super().empty(batch, features)
         channels = self.states * self.value_features(features) + 2 * self.num_heads * self.key_features(features)
-        return state, jnp.zeros((batch, self.conv - 1, channels), self.dtype or jnp.float32)
+        conv = jnp.zeros((batch, self.conv - 1, channels), self.dtype or jnp.float32)
+        return super().init_state(batch, features)._replace(conv=conv)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnlab.nn.mixers.interface import RecurrentMixer
+from attnlab.nn.layer import LayerOut
+from attnlab.nn.mixers.interface import MixerState, RecurrentMixer
 from attnlab.nn.positions import within_segments
 from attnlab.nn.rotations import rotary
 from attnlab.ops.cpu import pointwise
@@ -42,19 +43,19 @@ class Retention(RecurrentMixer):
     def value_features(self, features):
         return self.value_dim or 2 * super().value_features(features)
 
-    def empty(self, batch, features):
+    def init_state(self, batch, features):
         if (keys := self.key_features(features)) % 2:
             raise ValueError(f"key_dim = {keys}: expected an even number, as retention rotates pairs of features")
-        return super().empty(batch, features)
+        return super().init_state(batch, features)
 
-    def mix(self, x, before, tokens):
+    def mix(self, x, state, context):
         keys, values = self.key_features(x.shape[-1]), self.value_features(x.shape[-1])
         q, k = (self._dense(name, self.num_heads, keys)(x) for name in ("query", "key"))
         v = self._dense("value", self.num_heads, values)(x)
-        if tokens.segments is None:
-            positions = before.length[:, None] + jnp.arange(x.shape[1])
+        if context.segments is None:
+            positions = state.length[:, None] + jnp.arange(x.shape[1])
         else:
-            positions = within_segments(tokens.segments)
+            positions = within_segments(context.segments)
         q, k = (rotary(y, positions, self.base) for y in (q, k))
         decay = np.log1p(-(2.0 ** (-5 - np.arange(self.num_heads))))
         g = jnp.broadcast_to(jnp.asarray(decay), (*x.shape[:2], self.num_heads))
@@ -63,5 +64,5 @@ class Retention(RecurrentMixer):
             z = pointwise.rms_normalize(z, self.norm_epsilon).astype(z.dtype)
             return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
 
-        z, state = self._recur(q, k, v, before.state, tokens, g=g, after=after)
-        return self._out(z, x.shape[-1]), state, None
+        z, last_state = self._recur(q, k, v, state, context, g=g, after=after)
+        return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state))

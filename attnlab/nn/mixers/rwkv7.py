@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from attnlab.nn.layer import LayerOut
 from attnlab.nn.mixers import gates
-from attnlab.nn.mixers.interface import RecurrentMixer, last
+from attnlab.nn.mixers.interface import MixerState, RecurrentMixer, last
 from attnlab.ops.cpu import pointwise
 from attnlab.types import Array, DType
 
@@ -47,18 +48,17 @@ class RWKV7(RecurrentMixer):
     value_residual: bool = False
     layers: int = 1
 
-    numbered: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim"))
 
     @classmethod
     def of_model(cls, model, **fields):
         return super().of_model(model, layers=model.num_layers, **fields)
 
-    def mix(self, x, before, tokens):
+    def mix(self, x, state, context):
         wide, features = jnp.promote_types(x.dtype, jnp.float32), x.shape[-1]
         key, value = (self.num_heads, self.key_features(features)), (self.num_heads, self.value_features(features))
-        ranks, start = _ranks(features), _Start(tokens.layer, self.layers, key[1])
-        inputs, kept = self._shifted(x, before.conv, tokens, start)
+        ranks, start = _ranks(features), _Start(context.layer, self.layers, key[1])
+        inputs, kept = self._shifted(x, state.conv, context, start)
         r = self._dense("query", *key)(inputs["x_r"])
         k = self._dense("key", *key)(inputs["x_k"])
         v = self._dense("value", *value)(inputs["x_v"])
@@ -66,7 +66,7 @@ class RWKV7(RecurrentMixer):
         a = jax.nn.sigmoid(self._low("a", inputs["x_a"], ranks.a, key, start.rate, dtype=wide))
         if self.value_residual:  # the first layer has the parameters as well, so that layers can be stacked
             share = jax.nn.sigmoid(self._low("v", inputs["x_v"], ranks.v, value, start.share)).astype(v.dtype)
-            v = v if tokens.first_values is None else v + share * (tokens.first_values - v)
+            v = v if context.first_values is None else v + share * (context.first_values - v)
         vectors = {"k_k": start.removal, "k_a": nn.initializers.constant(1.02), "r_k": nn.initializers.constant(-0.04)}
         k_k, k_a, r_k = (self.param(name, init, key).astype(wide) for name, init in vectors.items())
         kappa = gates.unit(k.astype(wide) * k_k)
@@ -80,22 +80,22 @@ class RWKV7(RecurrentMixer):
 
         g = -np.exp(-0.5) * jax.nn.sigmoid(w)
         erase = (a * kappa, kappa * jnp.exp(-g))
-        z, state = self._recur(r, k, v, before.state, tokens, g=g, erase=erase, scale=1.0, after=after)
-        return self._out(z, features), state, kept, *((v,) if self.value_residual else ())
+        z, last_state = self._recur(r, k, v, state, context, g=g, erase=erase, scale=1.0, after=after)
+        return LayerOut(self._out(z, features), MixerState(last_state, kept), v if self.value_residual else None)
 
-    def _shifted(self, x, before, tokens, start):
+    def _shifted(self, x, before, context, start):
         """(The six means of each token and the one before it in its segment, by name; the last input)."""
         x = x.astype(self.dtype or x.dtype)
         inputs = jnp.concatenate([before.astype(x.dtype), x], axis=1)
         previous = inputs[:, :-1]
-        if tokens.segments is not None:
-            same = jnp.pad(tokens.segments[:, 1:] == tokens.segments[:, :-1], ((0, 0), (1, 0)))
+        if context.segments is not None:
+            same = jnp.pad(context.segments[:, 1:] == context.segments[:, :-1], ((0, 0), (1, 0)))
             previous = jnp.where(same[..., None], previous, 0)
         means = {}
         for name, power in _SHIFTS.items():
             share = self.param(name, start.shift(power), x.shape[-1:]).astype(x.dtype)
             means[name] = x + share * (previous - x)
-        return means, last(inputs, 1, tokens.lengths).astype(before.dtype)
+        return means, last(inputs, 1, context.lengths).astype(before.dtype)
 
     def _low(self, name, x, rank, size, bias_init, activation=None, dtype=None):
         """A linear layer of low rank with a bias, which alone is left at the start."""
@@ -104,9 +104,9 @@ class RWKV7(RecurrentMixer):
         options = {"use_bias": True, "kernel_init": _small, "bias_init": bias_init, "dtype": dtype}
         return self._dense(f"{name}_up", *size, **options)(low)
 
-    def empty(self, batch, features):
-        state, _ = super().empty(batch, features)
-        return state, jnp.zeros((batch, 1, features), self.dtype or jnp.float32)
+    def init_state(self, batch, features):
+        last_input = jnp.zeros((batch, 1, features), self.dtype or jnp.float32)
+        return super().init_state(batch, features)._replace(conv=last_input)
 
 
 class _HeadNorm(nn.Module):

@@ -26,7 +26,7 @@ class TestForecaster(unittest.TestCase):
         history, lengths, levels = training.batch(LEVELS, seed=1, longest=60, hours=12)
         whole = self.model.apply(self.params, history, lengths, levels)
         memory = self.model.apply(self.params, history, lengths, method="encode")
-        cache = self.model.empty_cache(*levels.shape)
+        cache = self.model.init_cache(*levels.shape)
         decode = jax.jit(partial(self.model.apply, method="decode"))
         rows, prefilled = [], levels[:, :OVERLAP]
         for part in (prefilled, *np.split(levels[:, OVERLAP:], levels.shape[1] - OVERLAP, axis=1)):

@@ -55,7 +55,7 @@ class Forecaster(nn.Module):
     def __call__(self, history, lengths, levels):
         return self.decode(levels, self.encode(history, lengths), lengths)
 
-    def empty_cache(self, batch: int, hours: int) -> KVCache:
+    def init_cache(self, batch: int, hours: int) -> KVCache:
         """An empty cache for `hours` hours of the decoder."""
         return KVCache.empty(batch, hours, self.kv_heads, self.width // self.num_heads)
 
@@ -65,7 +65,7 @@ def forecast(model: Forecaster, params, history, lengths, hours: int):
     """Predict the `hours` levels after each history, `[B, hours]`, autoregressively."""
     memory = model.apply(params, history, lengths, method="encode")
     again = jnp.take_along_axis(history, lengths[:, None] - OVERLAP + jnp.arange(OVERLAP), axis=1)
-    cache = model.empty_cache(len(history), OVERLAP + hours)
+    cache = model.init_cache(len(history), OVERLAP + hours)
     predicted, cache = model.apply(params, again, memory, lengths, cache, method="decode")
 
     def step(carry, _):

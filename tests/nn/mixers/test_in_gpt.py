@@ -53,14 +53,14 @@ def test_hybrid_with_caches_equals_the_full_pass(pattern):
     model = GPT(**SIZES | {"num_layers": len(pattern.split())}, pattern=pattern, mlp_ratio=0, **window)
     params, apply = parameters(model, TOKENS), jax.jit(model.apply)
     whole = np.asarray(apply(params, TOKENS))
-    caches, outs = model.empty_caches(batch=2, capacity=12), []
+    caches, outs = model.init_caches(batch=2, capacity=12), []
     for t in range(10):
         out, caches = apply(params, TOKENS[:, t : t + 1], caches=caches)
         outs.append(np.asarray(out))
     size = np.abs(whole).max()
     np.testing.assert_allclose(np.concatenate(outs, axis=1), whole, atol=1e-5 * size)
     # A piece of six, of which the first row has four: the rest follows.
-    out, caches = apply(params, TOKENS[:, :6], caches=model.empty_caches(2, 12), lengths=np.array([4, 6], np.int32))
+    out, caches = apply(params, TOKENS[:, :6], caches=model.init_caches(2, 12), lengths=np.array([4, 6], np.int32))
     np.testing.assert_allclose(out[0, :4], whole[0, :4], atol=1e-5 * size)
     following = np.stack([TOKENS[0, 4:5], TOKENS[1, 6:7]])
     out, _ = apply(params, following, caches=caches)
@@ -85,7 +85,7 @@ def test_stacked_layers_have_their_numbers_and_the_first_values(pattern, layers)
 @functools.cache
 def states(**fields):
     """The bytes of each layer's cache, by part."""
-    caches = jax.eval_shape(lambda: GPT(**SIZES | fields).empty_caches(batch=1, capacity=12))
+    caches = jax.eval_shape(lambda: GPT(**SIZES | fields).init_caches(batch=1, capacity=12))
     return {
         part: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(getattr(caches[0], part)))
         for part in ("state", "conv")
@@ -122,7 +122,7 @@ def test_delta_product_reads_its_steps_and_has_negative_eigenvalues_unless_told(
     assert layer("delta_product").negative_eigenvalues and not layer("gated_delta").negative_eigenvalues
     assert not layer("delta_product", negative_eigenvalues=False).negative_eigenvalues
     with pytest.raises(ValueError, match="^steps = 0: expected 1 step"):
-        GatedDeltaProduct(2, steps=0).empty_cache(1, 16)
+        GatedDeltaProduct(2, steps=0).init_cache(1, 16)
 
 
 @pytest.mark.parametrize(

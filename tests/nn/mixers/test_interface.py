@@ -19,7 +19,7 @@ def test_mixer_in_bfloat16_decodes_as_the_full_pass(name):
     module, params = ALL[name].clone(dtype=jnp.bfloat16), parameters(ALL[name], X)
     apply = jax.jit(module.apply)
     x = X.astype(jnp.bfloat16)
-    cache, steps = module.empty_cache(2, 8), []
+    cache, steps = module.init_cache(2, 8), []
     for part in (x[:, :4], x[:, 4:8], x[:, 8:]):
         out, after = apply(params, part, cache=cache)
         assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, cache)
@@ -43,11 +43,11 @@ def test_mixer_wrong_inputs_raise_one_line(own_errors, name):
         assert "\n" not in str(raised.value)
 
     fails(r"inputs of \w+ have shape \(12, 8\), expected \[batch, length, features\]", X[0])
-    fails(r"cache of \w+ is \w+ of \(2, 99\), expected MixerState of .*empty_cache", cache=np.zeros((2, 99)))
-    fails(r"cache of \w+ is MixerState of .*empty_cache", cache=module.empty_cache(3, 8))
+    fails(r"cache of \w+ is \w+ of \(2, 99\), expected MixerState of .*init_cache", cache=np.zeros((2, 99)))
+    fails(r"cache of \w+ is MixerState of .*init_cache", cache=module.init_cache(3, 8))
     fails("mask is SlidingWindow, .*causal", mask=SlidingWindow(left=2))
     fails("segments", segments=np.zeros((2, 3), int))
-    fails("segments", segments=np.zeros((2, 12), int), cache=module.empty_cache(2, 8))
+    fails("segments", segments=np.zeros((2, 12), int), cache=module.init_cache(2, 8))
     fails("lengths", lengths=np.zeros(3, int))
     fails("lengths contains 13, expected 0 to 12", lengths=np.array([12, 13]))
     jax.eval_shape(lambda: module.init(jax.random.key(0), X, mask=Causal()))

@@ -156,7 +156,7 @@ def test_kinds_whose_parameters_are_listed_are_all():
 
 def test_linear_attention_state_has_the_features_of_the_map_and_a_sum_of_keys():
     # 4 features of a head, doubled; as many values, and the sum.
-    cache = nn.LinearAttention(num_heads=2, feature_map=doubled).empty_cache(batch=3, features=8)
+    cache = nn.LinearAttention(num_heads=2, feature_map=doubled).init_cache(batch=3, features=8)
     assert cache.state.shape == (3, 2, 8, 5) and cache.conv is None
 
 

@@ -23,7 +23,7 @@ def test_rwkv7_mixes_its_values_with_the_first_ones_and_returns_them(float64):
 
     @jax.jit
     def run(variables):
-        calls = ({}, {"first_values": FIRST}, {"first_values": FIRST, "cache": module.empty_cache(2, 8)})
+        calls = ({}, {"first_values": FIRST}, {"first_values": FIRST, "cache": module.init_cache(2, 8)})
         return [module.apply(variables, X, **options) for options in calls]
 
     *results, (_, cache, after) = run(variables)

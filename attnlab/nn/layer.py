@@ -1,0 +1,153 @@
+"""The protocol of a layer: what blocks, stacks, `attnlab.see`, checks and user-defined layers speak."""
+
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from attnlab.nn.checks import MaskLike, check_lengths, check_segments
+from attnlab.ops.checks import known_keywords
+from attnlab.ops.masks import Mask
+from attnlab.types import Array
+
+
+class Context(NamedTuple):
+    """What a layer knows of a call besides its inputs and its cache. All may be None but the layer's number.
+
+    Attributes:
+      mask: and-ed with the layer's own. With a cache, its keys are the cache's S slots.
+      segments: `[B, T]`, the number of each token's document, where sequences are several documents, one after another:
+        a token attends to its own document alone, and positions start again with each. Without a cache only.
+      lengths: `[B]`, the tokens of each sequence: the others, at the right, are padding that no token attends to and
+        that a cache does not keep.
+      positions: `[T]` or `[B, T]`, of the tokens in their sequence; None to count them. Without a cache only.
+      dropout_key: one key, or one per example `[B]`; None for no dropout.
+      layer: the layer's number in its model, from 0.
+      first_values: `[B, T, Hk, D]`, the values of the first layer, for value residuals; None in that layer.
+    """
+
+    mask: Mask | None = None
+    segments: Int[Array, "B T"] | None = None
+    lengths: Int[Array, " B"] | None = None
+    positions: Int[Array, "..."] | None = None
+    dropout_key: Array | None = None
+    layer: Int[Array, ""] | int = 0
+    first_values: Float[Array, "B T Hk D"] | None = None
+
+
+class LayerOut(NamedTuple):
+    """What a layer returns.
+
+    Attributes:
+      out: `[B, T, F]`.
+      cache: the extended cache; None in a call without one.
+      values: `[B, T, Hk, D]` of a layer with a value residual; None for others.
+    """
+
+    out: Float[Array, "B T F"]
+    cache: Any = None
+    values: Float[Array, "B T Hk D"] | None = None
+
+
+class Layer(nn.Module):
+    """A module that mixes tokens, or a block around one. Subclasses define `forward`, and `init_cache`.
+
+    >>> class Mean(Layer):  # of a token and the one before it
+    ...     def forward(self, x, context, cache=None):
+    ...         return LayerOut((x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]) / 2)
+    >>> Mean().apply({}, jnp.arange(3.0)[None, :, None])[0, :, 0]
+    Array([0. , 0.5, 1.5], dtype=float32)
+    """
+
+    operator: ClassVar[str | None] = None  # the function of `attnlab` that mixes the tokens
+    value_residual = False  # whether it returns values, and takes those of the first layer
+    dropout_rate = 0.0
+
+    @property
+    def drops(self) -> bool:
+        """Whether it has dropout."""
+        return bool(self.dropout_rate)
+
+    def forward(self, x: Float[Array, "B T F"], context: Context, cache: Any = None) -> LayerOut:
+        """The layer's outputs, and with a cache also the extended cache."""
+        raise TypeError(f"{type(self).__name__} defines no forward(x, context, cache): write it in the subclass")
+
+    def init_cache(self, batch: int, features: int, capacity: int = 0) -> Any:
+        """The cache before the first token, for inputs of width `features` and `capacity` positions, if it grows."""
+        raise TypeError(f"{type(self).__name__} defines no init_cache(batch, features, capacity): it cannot decode")
+
+    @known_keywords
+    def __call__(
+        self,
+        x: Float[Array, "B T F"],
+        *,
+        mask: MaskLike | None = None,
+        deterministic: bool = True,
+        cache: Any = None,
+        segments: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
+        dropout_key: Array | None = None,
+    ) -> Float[Array, "B T F"] | tuple[Float[Array, "B T F"], Any]:
+        """Mix the tokens of each sequence.
+
+        Args:
+          x: `[B, T, F]`.
+          mask, segments, lengths: see `Context`; a bool array counts as `masks.Dense`.
+          deterministic: False for dropout.
+          cache: of the previous tokens; `init_cache` before the first.
+          dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
+
+        Returns:
+          `[B, T, F]`; with a cache also the extended cache.
+
+        Raises:
+          ValueError: inputs, a cache, segments or lengths of another shape, segments with a cache, a mask that the
+            layer cannot have.
+          flax.errors.InvalidRngError: dropout is on, but there is neither `dropout_key` nor a `dropout` rng.
+        """
+        return self._plain(x, Context(mask, segments, lengths, None, dropout_key), deterministic, cache)
+
+    def _plain(self, x, context: Context, deterministic: bool, cache, **others):
+        """`forward` as a call of Flax: its arguments checked, its result without a record around it."""
+        if jnp.ndim(x) != 3:
+            raise ValueError(
+                f"the inputs of {type(self).__name__} have shape {jnp.shape(x)}, expected [batch, length, features]"
+            )
+        if cache is not None and context.positions is not None:
+            raise ValueError("a cache counts positions by itself: leave out positions, or set cache.length")
+        check_segments(context.segments, x, cache=cache, positions=context.positions, **others)
+        check_lengths(context.lengths, x, **others)
+        if cache is not None:
+            self.check_cache(cache, x.shape[0], x.shape[-1])
+        key = context.dropout_key
+        if deterministic or not self.drops:
+            key = None
+        elif key is None:
+            key = self.make_rng("dropout")
+        found = self.forward(x, context._replace(dropout_key=key), cache, **others)
+        return found.out if cache is None else (found.out, found.cache)
+
+    def check_cache(self, cache, batch: int, features: int, name: str = "cache") -> None:
+        """Raise ValueError unless a cache has the type and the shapes of `init_cache`, for some capacity."""
+        leaves = jax.tree.leaves(cache)
+        capacity = jnp.shape(leaves[0])[1] if leaves and jnp.ndim(leaves[0]) > 1 else 0
+        expected = jax.eval_shape(lambda: self.init_cache(batch, features, capacity))
+        remedy = f"make it with init_cache(batch={batch}, …)"
+        if type(cache) is not type(expected):
+            raise ValueError(f"{name} is a {type(cache).__name__}, expected a {type(expected).__name__}: {remedy}")
+        found, wanted = (jax.tree_util.tree_leaves_with_path(tree) for tree in (cache, expected))
+        if [path for path, _ in found] != [path for path, _ in wanted]:
+            raise ValueError(f"{name} has {_paths(found)}, expected {_paths(wanted)}: {remedy}")
+        for (path, leaf), (_, like) in zip(found, wanted):
+            field = f"{name}{jax.tree_util.keystr(path)}"
+            if jnp.shape(leaf) != like.shape:
+                raise ValueError(f"{field} has shape {jnp.shape(leaf)}, expected {like.shape}: {remedy}")
+            kind = "integer" if jnp.issubdtype(like.dtype, jnp.integer) else "floating"
+            if not jnp.issubdtype(jnp.result_type(leaf), getattr(jnp, kind)):
+                raise ValueError(f"{field} has type {jnp.result_type(leaf)}, expected {kind}: {remedy}")
+
+
+def _paths(leaves) -> str:
+    return ", ".join(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
