@@ -4,21 +4,25 @@ An experiment, a file in `configs/`, changes some fields of `default()`; the com
 """
 
 import dataclasses
+import functools
+import itertools
 import json
 import re
+from collections.abc import Mapping
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 from ml_collections import ConfigDict, config_dict
 
 from attnlab.data import tokenizers
 from attnlab.data.tasks import named
-from attnlab.nn import GPT
-from attnlab.nn.fields import check_shape
-from attnlab.nn.kinds import positions_of
+from attnlab.nn.config import KINDS, ModelConfig, words_of
 from attnlab.support import shipped
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
-from attnlab.support.options import first_idle, first_problem, option, options
+from attnlab.support.options import FieldError, Option, check_effects, check_values, option, option_values, options
 
 # Fields that may change between two starts: they change how a run computes, not its results. A text may move, as its
 # content (of a mixture, with its weights) is compared by sha256.
@@ -34,6 +38,10 @@ FREE_TO_CHANGE = (
     "model.scan",
 )
 
+
+FORMAT = 1  # of config.json
+_RENAMED = {"mixer": "layers", "pattern": "layers", "attention_bias": "attention.use_bias"}
+_RENAMED |= {"score_scale": "attention.scale", "local_base": "local.rotary.base"}
 
 # Values of other options of a group without which an option has no effect.
 _TRAINED = {"tokenizer": tokenizers.TRAINED}
@@ -70,8 +78,11 @@ class Data:
 
 @dataclasses.dataclass
 class Model:
-    """`config.model` besides the fields of a `GPT`."""
+    """`config.model` besides the fields of a `ModelConfig`, and besides the options of each kind under its name."""
 
+    layers: str = option(
+        "kinds of one period of layers, as in 'gated_delta*3 attention'; one word for all layers", "attention"
+    )
     vocab_size: int | None = option("tokens of the model; None for the tokenizer's, a larger one pads it", None, low=1)
     scan: bool | None = option(
         "the layers as one loop over stacked parameters, compiled in the time of one; None for True from four layers "
@@ -212,8 +223,11 @@ class RunFields:
     log: Log = dataclasses.field(default_factory=Log)
 
 
-_MODEL = {f"model.{name}": each for name, each in (options(GPT) | options(Model)).items()}
-OPTIONS = options(RunFields) | _MODEL  # by dotted name
+def declared() -> dict[str, Option]:
+    """The options of a config by dotted name, with those of the kinds of layers that a user has imported."""
+    shared = options(ModelConfig) | options(Model)
+    kinds = {f"{kind}.{name}": each for kind, config in KINDS.items() for name, each in options(config).items()}
+    return options(RunFields) | {f"model.{name}": each for name, each in (shared | kinds).items()}
 
 
 def default() -> ConfigDict:
@@ -223,7 +237,7 @@ def default() -> ConfigDict:
     128
     """
     config = ConfigDict()
-    for name, each in OPTIONS.items():
+    for name, each in declared().items():
         *groups, field = name.split(".")
         group = config
         for part in groups:
@@ -231,6 +245,45 @@ def default() -> ConfigDict:
         kind = next(type_ for type_ in (*each.types, None) if type_ is not type(None))
         group[field] = config_dict.placeholder(kind) if each.default is None else each.default
     return config
+
+
+def model_config(config: ConfigDict, vocab_size: int | None = None) -> ModelConfig:
+    """The model of a run's config; of so many tokens, which `config.model.vocab_size` may pad.
+
+    Raises:
+      UserError: values that do not fit together, or a smaller `config.model.vocab_size`.
+    """
+    values = _plain(config.model)
+    size, _ = values.pop("vocab_size"), values.pop("scan")
+    if size is not None and vocab_size is not None and size < vocab_size:
+        raise UserError(
+            f"config.model.vocab_size = {size} is less than the tokenizer's {vocab_size}: leave it out, or with "
+            "config.init_from choose the tokenizer that the model was trained with"
+        )
+    rows, tokens = size or vocab_size or 1, vocab_size or size or 1
+    dtype = jnp.dtype("float32" if config.precision == "auto" else config.precision)
+    padded = {} if rows == tokens else {"padded_vocab_size": rows}
+    try:
+        return ModelConfig.of(**values, vocab_size=tokens, dtype=dtype, **padded)
+    except FieldError as error:
+        raise UserError(f"config.{error.within('model')}") from error
+
+
+def model_fields(model: ModelConfig) -> dict:
+    """The fields of `config.model` that describe a model, by dotted name; the inverse of `model_config`."""
+    runs = [(kind, len(list(words))) for kind, words in itertools.groupby(layer.kind for layer in model.layers)]
+    fields = option_values(model) | {"vocab_size": model.vocab_rows}
+    fields["layers"] = " ".join(kind if count == 1 else f"{kind}*{count}" for kind, count in runs)
+    for layer in model.layers:
+        fields |= {f"{layer.kind}.{name}": value for name, value in option_values(layer).items()}
+    return fields
+
+
+def set_fields(group: ConfigDict, values: Mapping[str, Any]) -> None:
+    """Set fields by dotted name."""
+    for name, value in values.items():
+        *groups, field = name.split(".")
+        functools.reduce(getitem, groups, group)[field] = value
 
 
 def experiments() -> dict[str, Path]:
@@ -261,8 +314,7 @@ def find(experiment: str) -> str:
 
 
 def completed(config: ConfigDict) -> ConfigDict:
-    """A checked copy of `config`: `data.name` as `data.path` or `data.mixture` say, absolute paths, and in place of
-    `model.positions` "auto" what it stands for."""
+    """A checked copy of `config` with absolute paths, and `data.name` set from `data.path` or `data.mixture`."""
     _check_fields(config)
     config = from_dict(_plain(config))
     _check_task(config)
@@ -274,31 +326,47 @@ def completed(config: ConfigDict) -> ConfigDict:
         if group[field] and not (field == "dir" and "://" in group[field]):
             group[field] = str(Path(group[field]).expanduser().absolute())  # found from any working directory
     check(config)
-    config.model.positions = positions_of(config.model)  # as runs from before "auto" have it
     return config
 
 
-def check_effects(config: ConfigDict) -> None:
+def check_new(config: ConfigDict) -> None:
     """Raise UserError for a field that a new run's config sets, although others take its effect."""
-    if problem := first_idle(OPTIONS, fields(config)):
-        raise UserError(f"config.{problem}")
+    try:
+        check_effects(declared(), fields(config))
+    except FieldError as error:
+        raise UserError(f"config.{error}") from error
+
+
+def renamed(field: str) -> str:
+    """The present name of a field of an earlier version; "" for others."""
+    group, _, name = field.partition(".")
+    if group != "model":
+        return ""
+    if name in _RENAMED:
+        return f"model.{_RENAMED[name]}"
+    group, _, option = name.rpartition(".")
+    if group == "recurrence":
+        return f"model.KIND.{option}, the option of a kind of layer, such as model.gated_delta.{option}"
+    is_attention = group in ("", "rotary") and name in options(KINDS["attention"])
+    return f"model.attention.{name}" if is_attention else ""
 
 
 def _check_fields(config: ConfigDict) -> None:
-    there = fields(config)
-    for field in there:
-        if field not in OPTIONS:
-            raise UserError(f"config.{field} is not a field{nearest(field, OPTIONS) or '; see attnlab train --help'}")
-    for field in OPTIONS:
-        if field not in there:
-            raise UserError(f"config.{field} is missing: start from attnlab.config.default()")
+    known = declared()
+    for field in fields(config):
+        if now := renamed(field):
+            raise UserError(f"config.{field} is now config.{now}")
+        if field not in known:
+            raise UserError(f"config.{field} is not a field{nearest(field, known) or '; see attnlab train --help'}")
 
 
 def check(config: ConfigDict) -> None:
-    """Raise UserError for a field that is missing or unknown, and for an invalid value."""
+    """Raise UserError for an unknown field, and for an invalid value."""
     _check_fields(config)
-    if problem := first_problem(OPTIONS, fields(config)):
-        raise UserError(f"config.{problem}")
+    try:
+        check_values(declared(), fields(config))
+    except FieldError as error:
+        raise UserError(f"config.{error}") from error
     if config.checkpoint.history > config.steps + 1:
         raise UserError(
             f"config.checkpoint.history = {config.checkpoint.history}: expected at most config.steps + 1 = "
@@ -307,10 +375,7 @@ def check(config: ConfigDict) -> None:
     if 0 < config.log.peak_tflops < 1e-6:
         raise UserError(f"config.log.peak_tflops = {config.log.peak_tflops}: expected 1e-6 or more, or 0 to measure it")
     profiled(config)
-    try:
-        check_shape(config.model, options(GPT))
-    except ValueError as error:
-        raise UserError(f"config.model.{error}") from error
+    model_config(config)
 
 
 def profiled(config: ConfigDict) -> tuple[int, int] | None:
@@ -335,7 +400,7 @@ def _check_task(config: ConfigDict) -> None:
     if context < task.shortest_context:
         raise UserError(f"config.model.context = {context}: {data.name!r} needs {task.shortest_context} or more")
     for field, value in data.items():
-        if field not in ("name", "store") and value != OPTIONS[f"data.{field}"].default:
+        if field not in ("name", "store") and value != getattr(Data, field):
             raise UserError(f"config.data.{field} = {value!r} is of texts, and {data.name!r} has none: leave it out")
 
 
@@ -349,8 +414,10 @@ def difference(saved: dict, config: ConfigDict) -> str:
 
 
 def to_json(config: ConfigDict, **metadata) -> str:
-    """The content of `config.json`: the fields of `config`, then metadata of the run (its corpus, …)."""
-    return json.dumps(_plain(config) | metadata, indent=2) + "\n"
+    """The content of `config.json`: its format, the fields of `config` but for kinds that no layer is of, metadata."""
+    plain, words = _plain(config), words_of(config.model.layers)
+    plain["model"] = {name: x for name, x in plain["model"].items() if name not in KINDS or name in words}
+    return json.dumps({"format": FORMAT} | plain | metadata, indent=2) + "\n"
 
 
 def from_dict(saved: dict) -> ConfigDict:

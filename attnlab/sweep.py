@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _define(values, argv) -> None:
-    commands.define_mixer(values, argv)
+    commands.define_import(values, argv)
     commands.define_config(values, argv)
     flags.DEFINE_multi_string("grid", [], _GRID, flag_values=values)
     flags.DEFINE_integer("jobs", 1, "runs at a time, which share cores and accelerators", 1, flag_values=values)

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from attnlab import commands
 from attnlab import config as configs
+from attnlab.config import model_config
 from attnlab.nn import GPT
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
@@ -97,7 +98,7 @@ def config_of(options: Sequence[str], name: str = "") -> ConfigDict:
 def size(config: ConfigDict, vocab_size: int, of: str, length: int | None = None) -> float:
     """The parameters of a config's model, its FLOPs of training per token, or the bytes it keeps of `length` tokens."""
     config.precision = precision.resolved(config.precision)
-    model = GPT.from_config(config, vocab_size)
+    model = GPT(model_config(config, vocab_size))
     if of == "flops":
         return flops.per_token(model, config.model.context)
     if of == "state":
@@ -126,7 +127,7 @@ def matched(
 
 def _matched(variant: Variant, options, vocab_size: int, of: str, wanted: float, length) -> Variant:
     config = config_of([*options, *variant.options], variant.name)
-    step = config.model.num_heads * (2 if config.model.positions == "rotary" else 1)
+    step = config.model.num_heads * (2 if model_config(config).position_encoding == "rotary" else 1)
     width, low, high = config.model.width, step, 2 * step
 
     def size_at(width: int) -> float:

@@ -6,9 +6,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from attnlab.nn.multihead import MultiHeadAttention, without_dropout
+from attnlab.nn.multihead import AttentionConfig, MultiHeadAttention, without_dropout
 from attnlab.nn.norms import RMSNorm
 from attnlab.ops.attention import attention, attention_weights
+from attnlab.support.options import FieldError
 
 
 class DifferentialAttention(MultiHeadAttention):
@@ -33,12 +34,6 @@ class DifferentialAttention(MultiHeadAttention):
 
     norm_epsilon: float = 1e-5
 
-    reads: ClassVar[frozenset[str]] = MultiHeadAttention.reads - {"sinks", "value_residual", "output_gate"}
-
-    @classmethod
-    def of_model(cls, model, **fields):
-        return super().of_model(model, **{"norm_epsilon": model.norm_epsilon, **fields})
-
     def operands(self, batch, length, features):
         q, k, v = super().operands(batch, length, features)
         return q, k, jax.ShapeDtypeStruct((*v.shape[:2], 2 * v.shape[2], v.shape[3]), v.dtype)
@@ -46,8 +41,8 @@ class DifferentialAttention(MultiHeadAttention):
     def _of_values(self, features):
         heads, size = self._of_keys(features)
         if heads % 2 or self.num_heads % 2:
-            counts = f"num_heads, kv_heads = {self.num_heads}, {heads}"
-            raise ValueError(f"{counts}: expected even numbers, as differential attention has two maps a head")
+            name, odd = ("num_heads", self.num_heads) if self.num_heads % 2 else ("kv_heads", heads)
+            raise FieldError(name, odd, "expected an even number, as differential attention has two maps a head")
         return heads // 2, 2 * size
 
     def project(self, x, memory, context):
@@ -82,3 +77,15 @@ class DifferentialAttention(MultiHeadAttention):
 def _start(context):
     """λ₀ of the layer."""
     return 0.8 - 0.6 * jnp.exp(-0.3 * context.layer)
+
+
+class DifferentialConfig(AttentionConfig, of=DifferentialAttention):
+    """Differential attention."""
+
+    kind = "differential"
+    sinks: ClassVar[bool] = False
+    value_residual: ClassVar[bool] = False
+    output_gate: ClassVar[bool] = False
+
+    def shared(self, model):
+        return super().shared(model) | {"norm_epsilon": model.norm_epsilon}

@@ -1,6 +1,8 @@
 """The protocol of a layer: what blocks, stacks, `attnlab.see`, checks and user-defined layers speak."""
 
-from typing import Any, ClassVar, NamedTuple
+import dataclasses
+import inspect
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -10,7 +12,11 @@ from jaxtyping import Float, Int
 from attnlab.nn.checks import MaskLike, check_lengths, check_segments
 from attnlab.ops.checks import known_keywords
 from attnlab.ops.masks import Mask
+from attnlab.support.options import FieldError, check_values, options
 from attnlab.types import Array
+
+if TYPE_CHECKING:
+    from attnlab.nn.config import ModelConfig
 
 
 class Context(NamedTuple):
@@ -151,3 +157,67 @@ class Layer(nn.Module):
 
 def _paths(leaves) -> str:
     return ", ".join(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """A kind of layer and its options, in a model. Subclasses are frozen dataclasses without a decorator.
+
+    The options are the fields that the layer's module declares by `option`, with the same defaults, and those of the
+    config itself, which stands in the layer's file. A field that is a `ClassVar` is no option.
+
+    >>> class MeanConfig(LayerConfig, of=Mean):
+    ...     kind = "mean"
+
+    Attributes:
+      kind: the word in `layers`; on a command line options are `--config.model.KIND.OPTION`.
+      module: the class of the layer.
+    """
+
+    kind: ClassVar[str] = ""
+    module: ClassVar[type[Layer]] = Layer
+    heads = rotary = None
+    value_residual = False
+
+    def __init_subclass__(cls, of: type[Layer] | None = None, **options):
+        super().__init_subclass__(**options)
+        own = inspect.get_annotations(cls)
+        if of is not None:
+            known = {
+                *own,
+                *(field.name for field in dataclasses.fields(cls)),
+            }  # what the config says itself, or its base
+            cls.module, declared = of, {field.name: field for field in _declared(of) if field.name not in known}
+            for name, field in declared.items():
+                setattr(cls, name, dataclasses.field(default=field.default, metadata=field.metadata))
+            cls.__annotations__ = {name: field.type for name, field in declared.items()} | own
+        dataclasses.dataclass(frozen=True)(cls)
+
+    def __post_init__(self):
+        declared = {name: each for name, each in options(type(self)).items() if "." not in name}
+        try:
+            check_values(declared, vars(self))
+        except FieldError as error:
+            raise error.within(self.kind) from None
+
+    def make(self, model: "ModelConfig") -> Layer:
+        """The layer, without a parent."""
+        chosen = {field.name: getattr(self, field.name) for field in _declared(self.module)}
+        return self.module(**chosen | self.shared(model), parent=None)
+
+    def shared(self, model: "ModelConfig") -> dict[str, Any]:
+        """The fields of the module that depend on the model."""
+        return {"dtype": model.dtype}
+
+    def check(self, model: "ModelConfig") -> None:
+        """Raise FieldError for options that do not fit one another, or the model's."""
+        try:
+            jax.eval_shape(lambda: self.make(model).init_cache(1, model.width, 1))
+        except FieldError as error:
+            if error.field == "num_heads" and self.heads is None:  # the model's
+                raise
+            raise error.within(self.kind) from None
+
+
+def _declared(module: type[Layer]) -> list[dataclasses.Field]:
+    return [field for field in dataclasses.fields(module) if "option" in field.metadata]

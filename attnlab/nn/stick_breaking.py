@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from attnlab.nn.multihead import MultiHeadAttention
+from attnlab.nn.multihead import AttentionConfig, MultiHeadAttention
 from attnlab.ops.stick_breaking import stick_breaking_attention, stick_breaking_weights
 
 
@@ -22,14 +22,7 @@ class StickBreakingAttention(MultiHeadAttention):
     (2, 5, 8)
     """
 
-    reads: ClassVar[frozenset[str]] = MultiHeadAttention.reads - frozenset(
-        ("soft_cap", "sinks", "impl", "score_mod", "rotary", "alibi")
-    )
     operator: ClassVar[str | None] = "stick_breaking_attention"
-
-    @classmethod
-    def of_model(cls, model, **fields):
-        return super().of_model(model, **{"dropout_rate": 0.0, **fields})
 
     def project(self, x, memory, context):
         if memory is not x:
@@ -49,3 +42,17 @@ class StickBreakingAttention(MultiHeadAttention):
 
         out = stick_breaking_attention(q, k.astype(q.dtype), v.astype(q.dtype), impl=self.impl, **options)
         return out, weights
+
+
+class StickBreakingConfig(AttentionConfig, of=StickBreakingAttention):
+    """Stick-breaking attention."""
+
+    kind = "stick_breaking"
+    soft_cap: ClassVar[None] = None
+    rotary: ClassVar[None] = None
+    score_mod: ClassVar[None] = None
+    sinks: ClassVar[bool] = False
+    impl: ClassVar[str] = "auto"
+
+    def shared(self, model):
+        return super().shared(model) | {"score_mod": None, "dropout_rate": 0.0}

@@ -6,11 +6,9 @@ import math
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from attnlab.nn import GPT
-from attnlab.nn.kinds import kind_of, kinds_of
 from attnlab.ops.context import context_parallel
 from attnlab.planning import programs
 from attnlab.planning.programs import Program
@@ -103,7 +101,7 @@ def plan(config: ConfigDict, topology: Topology, vocab_size: int | None = None, 
         config=experiment.config,
         topology=topology,
         mesh=dict(parallel.mesh.shape),
-        vocab_size=experiment.model.vocab_size,
+        vocab_size=experiment.model.config.vocab_size,
         parameters=experiment.parameters,
         training=training,
         evaluation=evaluation,
@@ -136,14 +134,14 @@ def attention_of(
 
     A layer without attention has its kind in place of a backend.
     """
-    answers, kinds = {}, {name: kind for name, kind in kinds_of(model).items() if kind.operator == "attention"}
-    operands = {name: kind.operands(model, batch, model.context) for name, kind in kinds.items()}
+    config, answers = model.config, {}
+    made = {layer.kind: layer.make(config) for layer in config.used if layer.module.operator == "attention"}
+    operands = {kind: layer.operands(batch, config.context, config.width) for kind, layer in made.items()}
 
     def ask(operands, keys):
-        options = {"dropout_rate": model.dropout, "dropout_key": keys} if model.dropout else {}
-        options |= {"sinks": jnp.zeros(model.num_heads)} if model.sinks else {}
-        for name, kind in kinds.items():
-            answers[name] = backend_of(model, kind, *operands[name], topology.platform, **options)
+        for kind, layer in made.items():
+            dropped = {"dropout_rate": layer.dropout_rate, "dropout_key": keys} if layer.dropout_rate else {}
+            answers[kind] = backend_of(layer, topology.platform, *operands[kind], **dropped)
 
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
     with contextlib.ExitStack() as splits:
@@ -152,7 +150,7 @@ def attention_of(
             splits.enter_context(context_parallel(parallel_lib.CONTEXT))
         jax.eval_shape(ask, operands, keys)
     backends = {name: f"{answer.backend} {answer.split}".strip() for name, answer in answers.items()}
-    layers = [kind_of(model, layer) for layer in range(model.num_layers)]
+    layers = [config.layer(number).kind for number in range(config.num_layers)]
     rejected = {name: why for answer in answers.values() for name, why in answer.rejected.items()}
     for answer in answers.values():
         rejected.pop(answer.backend, None)

@@ -87,7 +87,7 @@ def _field(text: str, known: Mapping) -> tuple[str, list[str]]:
 def config_of(options: Sequence[str]) -> ConfigDict:
     """The completed config of some options of `attnlab train`."""
     argv, values = ["attnlab train", *options], flags.FlagValues()
-    commands.define_mixer(values, argv)
+    commands.define_import(values, argv)
     commands.define_config(values, argv)
     commands.parse(values, argv)
     config, _ = commands.config_of(values)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 from ml_collections import ConfigDict
 
-from attnlab.config import default, from_dict
+from attnlab.config import default, from_dict, model_config, model_fields, set_fields
 from attnlab.data import tokenizers
 from attnlab.interop import huggingface
 from attnlab.nn import GPT
@@ -49,7 +49,7 @@ def load(
       model: the module that `attnlab.train.train(…, model=…)` trained; None for a GPT.
       mask, score_mod: those that the run was trained with, equal to the arguments of `attnlab.train.train`.
 
-    A run whose config names code is loaded after `attnlab.nn.register("FILE.py:NAME")`, of the same file.
+    A run with custom layers is loaded after `attnlab.nn.register` of their class, or of the same file.
 
     Returns:
       `Run(model, params, tokenizer, config)`, with the parameters on the default device.
@@ -60,7 +60,7 @@ def load(
     >>> import tempfile
     >>> from attnlab.interop.huggingface import save_hf
     >>> from attnlab.nn import GPT
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> folder = save_hf(Path(tempfile.mkdtemp()) / "gpt2", model, params)
     >>> model, params, tokenizer, config = load(folder)  # or load("runs/quickstart")
@@ -125,7 +125,6 @@ def chosen_step(checkpoints, workdir: Path, step: int | str) -> int:
 def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer | None, ConfigDict]:
     """Model, tokenizer and config as from `load`, without the parameters; `passed` are model, mask and score_mod."""
     from attnlab.training.passed import Passed
-    from attnlab.training.state import model_fields
 
     workdir = Path(workdir)
     if not huggingface.is_hf(workdir):
@@ -134,18 +133,20 @@ def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer
         passed = Passed(**passed)
         passed.check_reads(saved, workdir)
         if (model := passed.model) is None:
-            model = GPT.from_config(config, tokenizer.vocab_size).clone(mask=passed.mask, score_mod=passed.score_mod)
+            from attnlab.training.experiment import with_parts
+
+            model = GPT(with_parts(model_config(config, tokenizer.vocab_size), passed.mask, passed.score_mod))
         elif isinstance(model, GPT):
             model = model.over_tokens(tokenizer.vocab_size)
         return model, tokenizer, config
     model = huggingface.make_model(huggingface.model_files.read_config(workdir), str(workdir))
-    tokenizer = huggingface.read_tokenizer(workdir, model.vocab_size)
-    if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+    tokenizer = huggingface.read_tokenizer(workdir, model.config.vocab_size)
+    if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(
-            f"{workdir} has a tokenizer of {tokenizer.vocab_size} tokens and a model of {model.vocab_size}: "
+            f"{workdir} has a tokenizer of {tokenizer.vocab_size} tokens and a model of {model.config.vocab_size}: "
             "provide the model's own tokenizer"
         )
     config = default()
-    config.model.update(model_fields(model))
+    set_fields(config.model, model_fields(model.config))
     config.data.tokenizer = "pretrained"
     return model if tokenizer is None else model.over_tokens(tokenizer.vocab_size), tokenizer, config

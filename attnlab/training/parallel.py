@@ -13,9 +13,10 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from attnlab import config as configs
 from attnlab.data.batches import Batch
 from attnlab.nn import sharding
-from attnlab.nn.resolved import resolved
+from attnlab.nn.multihead import AttentionConfig
 from attnlab.ops.context import context_parallel
 from attnlab.ops.cpu import stacks
 from attnlab.support.errors import UserError
@@ -218,14 +219,15 @@ def from_first_process(number: int) -> int:
 
 def check_shares(config: ConfigDict, devices: int) -> None:
     """Raise UserError for a size that cannot be split evenly; so many `devices` split the batch."""
-    model, mesh, accumulation = config.model, config.parallel.mesh, config.optimizer.accumulation
+    mesh, accumulation, model = config.parallel.mesh, config.optimizer.accumulation, configs.model_config(config)
+    key_heads = [(f"model.{x.kind}.kv_heads", x.kv_heads or 0) for x in model.used if isinstance(x, AttentionConfig)]
     parts = f"devices × accumulation = {devices} × {accumulation} ="
     for name, size, by, of in (
         ("batch_size", config.batch_size, parts, devices * accumulation),
         ("model.width", model.width, "config.parallel.mesh.fsdp =", mesh.fsdp),
         ("model.num_heads", model.num_heads, "config.parallel.mesh.tensor =", mesh.tensor),
-        ("model.kv_heads", resolved(model).kv_heads, "config.parallel.mesh.tensor =", mesh.tensor),
-        ("model.mlp_ratio × width", resolved(model).hidden, "config.parallel.mesh.tensor =", mesh.tensor),
+        *((name, heads, "config.parallel.mesh.tensor =", mesh.tensor) for name, heads in key_heads),
+        ("model.mlp_ratio × width", model.hidden, "config.parallel.mesh.tensor =", mesh.tensor),
         ("model.context", model.context, "config.parallel.mesh.context =", mesh.context),
     ):
         if size % of:

@@ -33,15 +33,16 @@ def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers
     tokenizer, saved = None, read_config(workdir) if (workdir / "config.json").exists() else {}
     if saved.get("init_from") == config.init_from:
         was = configs.from_dict(saved)
-        shape, has_tokenizer = was.model.to_dict(), was.data.tokenizer == "pretrained"
+        shape, has_tokenizer = configs.fields(was.model), was.data.tokenizer == "pretrained"
     else:
         model, tokenizer = _source(config)
-        shape, has_tokenizer = states.model_fields(model), tokenizer is not None
+        shape, has_tokenizer = configs.model_fields(model.config), tokenizer is not None
     whole = config.copy_and_resolve_references()
-    whole.model.update({name: value for name, value in shape.items() if name not in (*states.HOW, "context")})
+    set_here = (*states.HOW, "context")
+    configs.set_fields(whole.model, {n: x for n, x in shape.items() if n.rpartition(".")[2] not in set_here})
     if has_tokenizer:
         whole.data.tokenizer = "pretrained"
-    defaults, set_ = configs.fields(configs.completed(configs.default())), configs.fields(config)
+    defaults, set_ = configs.fields(configs.default()), configs.fields(config)
     for name, value in configs.fields(whole).items():
         if set_[name] not in (value, defaults[name]):
             raise UserError(
@@ -61,10 +62,10 @@ def _source(config: ConfigDict) -> tuple[nn.Module, tokenizers.Tokenizer | None]
             "folder with config.json, model.safetensors and tokenizer files"
         )
     model, tokenizer, _ = peek(source)
-    if model.positions == "learned" and config.model.context > model.context:
+    if model.config.position_encoding == "learned" and config.model.context > model.config.context:
         raise UserError(
-            f"config.model.context = {config.model.context}, but the model in {source} has {model.context} learned "
-            f"positions: set --config.model.context={model.context}, or less"
+            f"config.model.context = {config.model.context}, but the model in {source} has {model.config.context} "
+            f"learned positions: set --config.model.context={model.config.context}, or less"
         )
     if tokenizer is None and config.data.tokenizer == "pretrained":
         raise UserError(
@@ -81,7 +82,7 @@ def params(config: ConfigDict, like):
         return load_params(Path(config.init_from), like)
     # Learned positions beyond the context are dropped.
     table = like["positions"]["embedding"]
-    whole = jax.ShapeDtypeStruct((model.context, *table.shape[1:]), table.dtype, sharding=table.sharding)
+    whole = jax.ShapeDtypeStruct((model.config.context, *table.shape[1:]), table.dtype, sharding=table.sharding)
     tree = load_params(Path(config.init_from), like | {"positions": {"embedding": whole}})
     kept = tree["positions"]["embedding"][: table.shape[0]]
     return tree | {"positions": {"embedding": jax.device_put(kept, table.sharding)}}

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from attnlab import config as configs
 from attnlab.data import tokenizers
-from attnlab.nn import own
+from attnlab.nn import custom
 from attnlab.support import status
 from attnlab.support.errors import UserError
 from attnlab.training import metrics as metrics_lib
@@ -88,13 +88,13 @@ def resolve(
     config, folder = passed.named_in(config), Workdir(workdir)
     config = configs.completed(config)
     if folder.previous_run is None:
-        configs.check_effects(config)
+        configs.check_new(config)
     config, tokenizer = pretrained.completed(config, folder.path)
     config.precision = _precision(config, folder, passed, device)
     folder.check_config(config, may_extend=not eval_only)
     if folder.previous_run is not None:
         passed.check_continues(folder.previous_run, folder)
-    code = own.sources(config.model)
+    code = custom.sources(configs.model_config(config).used)
     metadata = passed.metadata() | ({"code": code} if code else {})
     if eval_only and folder.previous_run is None:
         raise UserError(f"{folder} holds no run to evaluate: train first")

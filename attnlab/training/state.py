@@ -1,6 +1,5 @@
 """The training state, and the pure functions of a training or evaluation step."""
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import optax
 from jaxtyping import Float, Int
 from ml_collections import ConfigDict
 
-from attnlab.config import default
 from attnlab.data.batches import Batch
 from attnlab.nn import GPT, sharding, stack_layers
 from attnlab.training.optimizer import averaged
@@ -204,14 +202,6 @@ HOW = ("dropout", "remat", "scan", "impl")
 # Layers from which `config.model.scan` is on when None: on two x86 cores a step of the quickstart's width takes 0.79 of
 # its time without a loop for 4 layers, 0.59 for 12; it is also compiled sooner.
 SCAN_FROM = 4
-
-
-def model_fields(model: GPT) -> dict:
-    """The fields of `config.model` that define a model: all but `HOW`."""
-    fields = {name: getattr(model, name) for name in default().model if name not in HOW}
-    groups = ("rotary", "recurrence", "latent")
-    groups = {group: dataclasses.asdict(getattr(model, group)) for group in groups}
-    return fields | groups | {"vocab_size": model.vocab_rows}
 
 
 def scans(config: ConfigDict) -> bool:

@@ -13,7 +13,7 @@ from attnlab.data.batches import Batch, prefetched
 from attnlab.data.tasks import named
 from attnlab.generation.decoding import generate
 from attnlab.generation.texts import prompt_ids
-from attnlab.nn import GPT, own, unstack_layers
+from attnlab.nn import GPT, unstack_layers
 from attnlab.support.errors import UserError
 from attnlab.support.names import typed
 from attnlab.training import flops as flops_lib
@@ -257,7 +257,8 @@ class Trainer:
             arguments = ", ".join(f"{name}=…" for name in passed)
             self.reporter.print(f'load it in Python with: attnlab.load("{plan.workdir}", {arguments})')
         elif self._sampled:
-            files = dict.fromkeys(f" --mixer={own.part_of(word).path}" for word in plan.metadata.get("code", {}))
+            sources = plan.metadata.get("code", {}).values()
+            files = dict.fromkeys(f" --import={source['file']}" for source in sources)
             options = f"--workdir={plan.workdir}{''.join(files)}"
             self.reporter.print(f"generate text with: {typed('sample')} {options}")
 

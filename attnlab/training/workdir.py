@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from attnlab import config as configs
 from attnlab.data import tokenizers
-from attnlab.nn import own
+from attnlab.nn import custom
 from attnlab.support import files
 from attnlab.support.errors import UserError
 from attnlab.support.paths import claim, write_text
@@ -105,6 +105,7 @@ def read_config(workdir: Path) -> dict:
     try:
         saved = files.read_json(path)
         if is_run := "model_type" not in saved or "corpus" in saved:
+            _check_format(saved, path)
             _check_metadata(saved)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{workdir} holds no run (no config.json): train one with --workdir={workdir}") from error
@@ -112,7 +113,7 @@ def read_config(workdir: Path) -> dict:
         raise _damaged(path, error) from error
     if not is_run:
         raise UserError(f"{workdir} holds a Hugging Face model, not a run of attnlab: choose another folder")
-    own.admit(saved.get("code", {}), workdir)
+    custom.check_imported(saved.get("code", {}), workdir)
     try:
         configs.check(configs.from_dict(saved))
     except (AttributeError, ValueError, KeyError, TypeError) as error:
@@ -120,12 +121,20 @@ def read_config(workdir: Path) -> dict:
     return saved
 
 
+def _check_format(saved: dict, path: Path) -> None:
+    if (found := saved.get("format", 0)) != configs.FORMAT and "steps" in saved:
+        raise UserError(
+            f"{path} has format {found}, and this version of attnlab reads {configs.FORMAT}: use the version that "
+            "wrote it, or train again in a new --workdir"
+        )
+
+
 def _check_metadata(saved: dict) -> None:
     """Raise one of several errors unless what `config.json` holds besides its fields has the form that a run writes."""
     extensions, passed = saved.get("extensions", []), saved.get("user_defined", {"model": None, "optimizer": False})
     is_valid = (
         isinstance(saved["corpus"]["sha256"], str)
-        and all(own.WORD.fullmatch(word) and isinstance(digest, str) for word, digest in saved.get("code", {}).items())
+        and all({"file", "sha256"} <= source.keys() for source in saved.get("code", {}).values())
         and all(isinstance(each[name], int) for each in extensions for name in ("at_step", "from_steps", "to_steps"))
         and {"model", "optimizer"} <= passed.keys()
     )

@@ -4,7 +4,8 @@ import functools
 
 from attnlab.nn.layer import LayerOut
 from attnlab.nn.mixers.delta_rule import DeltaRule
-from attnlab.nn.mixers.interface import MixerState
+from attnlab.nn.mixers.interface import MixerState, RecurrentConfig
+from attnlab.support.options import option
 
 
 class GatedDeltaNet(DeltaRule):
@@ -39,3 +40,19 @@ class GatedDeltaNet(DeltaRule):
 
         z, last_state = self._recur(q, k, v, state, context, g=g, beta=beta, after=functools.partial(self._gated, x))
         return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state, conv))
+
+
+class GatedDeltaConfig(RecurrentConfig, of=GatedDeltaNet):
+    """Gated DeltaNet."""
+
+    kind = "gated_delta"
+
+
+class DeltaConfig(GatedDeltaConfig):
+    """DeltaNet."""
+
+    kind = "delta"
+    gate: bool = option("multiply outputs by a gate", False)
+
+    def shared(self, model):
+        return super().shared(model) | {"decay": False}

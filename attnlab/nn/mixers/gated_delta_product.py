@@ -1,13 +1,13 @@
 """Gated DeltaProduct."""
 
 import functools
-from typing import ClassVar
 
 import jax.numpy as jnp
 
 from attnlab.nn.layer import LayerOut
 from attnlab.nn.mixers.delta_rule import DeltaRule
-from attnlab.nn.mixers.interface import MixerState
+from attnlab.nn.mixers.interface import MixerState, RecurrentConfig
+from attnlab.support.options import option
 
 
 class GatedDeltaProduct(DeltaRule):
@@ -29,10 +29,8 @@ class GatedDeltaProduct(DeltaRule):
     (2, 5, 8)
     """
 
-    steps: int = 2
-    negative_eigenvalues: bool = True
-
-    reads: ClassVar[frozenset[str]] = DeltaRule.reads | {"steps"}
+    steps: int = option("steps of the delta rule a token", 2, low=1)
+    negative_eigenvalues: bool = option("β of the delta rule up to 2 (Grazzi et al. 2025), not 1", True)
 
     def mix(self, x, state, context):
         q, k, v, conv = self._projected(x, state, context)
@@ -65,3 +63,9 @@ class GatedDeltaProduct(DeltaRule):
         if self.steps < 1:
             raise ValueError(f"steps = {self.steps}: expected 1 step of the delta rule or more")
         return super().init_state(batch, features)
+
+
+class DeltaProductConfig(RecurrentConfig, of=GatedDeltaProduct):
+    """Gated DeltaProduct."""
+
+    kind = "delta_product"

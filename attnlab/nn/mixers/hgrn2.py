@@ -1,14 +1,13 @@
 """HGRN2."""
 
-from typing import ClassVar
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from attnlab.nn.layer import LayerOut
-from attnlab.nn.mixers.interface import MixerState, RecurrentMixer
+from attnlab.nn.mixers.interface import MixerState, RecurrentConfig, RecurrentMixer
 from attnlab.nn.norms import RMSNorm
+from attnlab.support.options import option
 
 
 class HGRN2(RecurrentMixer):
@@ -33,13 +32,7 @@ class HGRN2(RecurrentMixer):
     """
 
     layers: int | None = None
-    norm_epsilon: float = 1e-5
-
-    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim", "norm_epsilon"))
-
-    @classmethod
-    def of_model(cls, model, **fields):
-        return super().of_model(model, layers=model.num_layers, **fields)
+    norm_epsilon: float = option("ε of the norm of the outputs", 1e-5, low=1e-30, high=1)
 
     def mix(self, x, state, context):
         keys, values = self.key_features(x.shape[-1]), self.value_features(x.shape[-1])
@@ -63,3 +56,12 @@ class HGRN2(RecurrentMixer):
         """b `[H, K]`."""
         below = layer * jnp.exp(self.param("lower_bound", nn.initializers.zeros, (self.num_heads, keys)))
         return below / (below + self.layers - layer)
+
+
+class HGRN2Config(RecurrentConfig, of=HGRN2):
+    """HGRN2."""
+
+    kind = "hgrn2"
+
+    def shared(self, model):
+        return super().shared(model) | {"layers": model.num_layers}

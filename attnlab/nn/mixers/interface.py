@@ -1,6 +1,5 @@
 """The call and the state that mixers have in common."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -11,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from attnlab.nn import projections, sharding, taps
-from attnlab.nn.groups import group
-from attnlab.nn.layer import Context, Layer, LayerOut
+from attnlab.nn.layer import Context, Layer, LayerConfig, LayerOut
 from attnlab.ops.masks import Causal
 from attnlab.ops.recurrence import linear_recurrence
+from attnlab.support.options import FieldError, option
 from attnlab.types import Array, DType
 
 
@@ -49,12 +48,7 @@ class CausalMixer(Layer):
     >>> block = Block(Convolution(), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
     (2, 5, 8)
-
-    Attributes:
-      reads: the options of a `GPT` that `of_model` depends on: fields of the same names, but for `num_heads`.
     """
-
-    reads: ClassVar[frozenset[str]] = frozenset()
 
     @nn.compact
     def forward(self, x: Float[Array, "B T F"], context: Context, cache: MixerState | None = None) -> LayerOut:
@@ -99,15 +93,6 @@ class CausalMixer(Layer):
         """The state before the first token, zeros; the length may be left out."""
         return MixerState()
 
-    @classmethod
-    def of_model(cls, model, *, dtype: DType | None = None, parent=None, **fields) -> "CausalMixer":
-        """The layer of a `GPT`, or of `config.model`; `fields` are defaults besides the module's, if it has them."""
-        names = set(cls.reads) - {"heads"}
-        read = {name: value for name in names if (value := getattr(group(model, "recurrence"), name)) is not None}
-        known = {field.name for field in dataclasses.fields(cls)}
-        fields = {name: value for name, value in (fields | {"dtype": dtype}).items() if name in known}
-        return cls(**fields | read, parent=parent)
-
     def init_cache(self, batch: int, features: int, capacity: int = 0) -> MixerState:
         """The state before the first token, zeros; `features` is the input's width, and the capacity has no effect."""
         return self.init_state(batch, features)._replace(length=jnp.zeros((batch,), jnp.int32))
@@ -140,22 +125,13 @@ class RecurrentMixer(CausalMixer):
     """
 
     num_heads: int = 1
-    key_dim: int | None = None
-    value_dim: int | None = None
+    key_dim: int | None = option("features of a key; None for the mixer's default", None, low=1)
+    value_dim: int | None = option("features of a value; None for the mixer's default", None, low=1)
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     out_kernel_init: nn.initializers.Initializer | None = None
     dtype: DType | None = None
 
     operator: ClassVar[str | None] = "linear_recurrence"
-
-    @classmethod
-    def of_model(cls, model, **fields):
-        return super().of_model(model, num_heads=cls.heads_of(model), **fields)
-
-    @classmethod
-    def heads_of(cls, model) -> int:
-        """H of the layer of a `GPT`."""
-        return group(model, "recurrence").heads or model.num_heads
 
     @property
     def states(self) -> int:
@@ -173,7 +149,7 @@ class RecurrentMixer(CausalMixer):
     def init_state(self, batch, features):
         shape = (batch, self.states, self.key_features(features), self.value_features(features))
         if self.states % self.num_heads:
-            raise ValueError(f"value_heads = {self.states} is not a multiple of num_heads = {self.num_heads}")
+            raise FieldError("value_heads", self.states, f"expected a multiple of num_heads = {self.num_heads}")
         return MixerState(jnp.zeros(shape, self._wide))
 
     @property
@@ -215,6 +191,19 @@ class RecurrentMixer(CausalMixer):
         return projections.out(self, features, use_bias=False)(z)
 
 
+class RecurrentConfig(LayerConfig, of=RecurrentMixer):
+    """A kind of recurrent mixer."""
+
+    heads: int | None = option("heads of keys; None for num_heads", None, low=1)
+
+    def shared(self, model):
+        return super().shared(model) | {
+            "num_heads": self.heads or model.num_heads,
+            "kernel_init": model.kernel_init,
+            "out_kernel_init": model.out_kernel_init,
+        }
+
+
 def last(x: Float[Array, "B N ..."], count: int, lengths: Int[Array, " B"] | None):
     """The last `count` of the first `count + lengths` inputs of each sequence, of all where lengths are None."""
     if lengths is None:
@@ -224,5 +213,5 @@ def last(x: Float[Array, "B N ..."], count: int, lengths: Int[Array, " B"] | Non
 
 def _share(features: int, heads: int) -> int:
     if heads < 1 or features % heads:
-        raise ValueError(f"num_heads = {heads}: expected a divisor of the input width {features}, or sizes of a head")
+        raise FieldError("num_heads", heads, f"expected a divisor of the input width {features}, or sizes of a head")
     return features // heads

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from attnlab.nn.layer import LayerOut
 from attnlab.nn.mixers import gates
 from attnlab.nn.mixers.delta_rule import DeltaRule
-from attnlab.nn.mixers.interface import MixerState
+from attnlab.nn.mixers.interface import MixerState, RecurrentConfig
 
 
 class KimiDeltaAttention(DeltaRule):
@@ -46,3 +46,9 @@ class KimiDeltaAttention(DeltaRule):
         up = self._dense("decay_up", *size, use_bias=True, bias_init=gates.dt_bias, dtype=wide)
         a_log = self.param("A_log", gates.a_log(1.0, 16.0), (self.states,)).astype(wide)
         return -jnp.exp(a_log)[:, None] * jax.nn.softplus(up(self._dense("decay_down", rank, dtype=wide)(x)))
+
+
+class KimiDeltaConfig(RecurrentConfig, of=KimiDeltaAttention):
+    """Kimi Delta Attention."""
+
+    kind = "kda"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from attnlab.nn import projections
 from attnlab.nn.layer import LayerOut
-from attnlab.nn.mixers.interface import MixerState, RecurrentMixer
+from attnlab.nn.mixers.interface import MixerState, RecurrentConfig, RecurrentMixer
 from attnlab.ops.linear import elu_plus_one, quotient
 
 
@@ -28,16 +28,11 @@ class LinearAttention(RecurrentMixer):
     (2, 5, 8)
     """
 
+    value_dim: ClassVar[None] = None
     features: int | None = None
     feature_map: Callable | None = None
     normalize: bool = True
     use_bias: bool = True
-
-    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim"))
-
-    @classmethod
-    def of_model(cls, model, **fields):
-        return super().of_model(model, use_bias=model.use_bias, **fields)
 
     def mix(self, x, state, context):
         size, feature_map = self.key_features(x.shape[-1]), self.feature_map or elu_plus_one
@@ -57,3 +52,13 @@ class LinearAttention(RecurrentMixer):
         size = self.key_features(features)
         mapped = jax.eval_shape(self.feature_map or elu_plus_one, jax.ShapeDtypeStruct((size,), jnp.float32))
         return MixerState(jnp.zeros((batch, self.num_heads, *mapped.shape, size + 1), self._wide))
+
+
+class LinearConfig(RecurrentConfig, of=LinearAttention):
+    """Linear attention."""
+
+    kind = "linear"
+    value_dim: ClassVar[None] = None
+
+    def shared(self, model):
+        return super().shared(model) | {"use_bias": model.use_bias}

@@ -1,6 +1,6 @@
 """RWKV-7."""
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from attnlab.nn.layer import LayerOut
 from attnlab.nn.mixers import gates
-from attnlab.nn.mixers.interface import MixerState, RecurrentMixer, last
+from attnlab.nn.mixers.interface import MixerState, RecurrentConfig, RecurrentMixer, last
 from attnlab.ops.cpu import pointwise
 from attnlab.types import Array, DType
 
@@ -47,12 +47,6 @@ class RWKV7(RecurrentMixer):
 
     value_residual: bool = False
     layers: int = 1
-
-    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim"))
-
-    @classmethod
-    def of_model(cls, model, **fields):
-        return super().of_model(model, layers=model.num_layers, **fields)
 
     def mix(self, x, state, context):
         wide, features = jnp.promote_types(x.dtype, jnp.float32), x.shape[-1]
@@ -107,6 +101,15 @@ class RWKV7(RecurrentMixer):
     def init_state(self, batch, features):
         last_input = jnp.zeros((batch, 1, features), self.dtype or jnp.float32)
         return super().init_state(batch, features)._replace(conv=last_input)
+
+
+class RWKV7Config(RecurrentConfig, of=RWKV7):
+    """RWKV-7."""
+
+    kind = "rwkv7"
+
+    def shared(self, model):
+        return super().shared(model) | {"value_residual": True, "layers": model.num_layers}
 
 
 class _HeadNorm(nn.Module):
