@@ -340,7 +340,7 @@ def check_new(config: ConfigDict) -> None:
 def renamed(field: str) -> str:
     """The present name of a field of an earlier version; "" for others."""
     group, _, name = field.partition(".")
-    if group != "model":
+    if group != "model" or field in declared():
         return ""
     if name in _RENAMED:
         return f"model.{_RENAMED[name]}"
