@@ -1,7 +1,8 @@
 """Recall and loss of softmax attention, of Gated DeltaNet with small and large states, and of a hybrid of both.
 
     attnlab compare --config=compare_recall
-    attnlab train --config=compare_recall --config.data.name="task:recall pairs=16 fewest=4 symbols=127"
+    attnlab train --config=compare_recall --config.model.conv.kernel_size=2 \\
+        --config.data.name="task:recall pairs=16 fewest=4 symbols=127"
 
 The name of a variant ends with the features of a key. The hybrid is three layers of Gated DeltaNet for one of attention
 (Wang et al. 2025, arXiv 2507.06457); the layers of two blocks have a convolution before them, as each layer of Gated
@@ -34,7 +35,7 @@ def get_config():
     config = default()
     config.model.num_layers, config.model.width, config.model.num_heads, config.model.context = 2, 64, 1, 48
     config.model.mlp_ratio, config.model.positions, config.model.embedding_scale = 0, "none", 10.0
-    config.model.layers, config.model.conv.kernel_size = "conv attention", 2
+    config.model.layers = "conv attention"
     config.steps, config.batch_size, config.precision = 500, 64, "float32"
     config.optimizer.name, config.optimizer.learning_rate, config.optimizer.weight_decay = "muon", 1e-2, 0.0
     config.eval.every = config.checkpoint.every = 250

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import lessons  # noqa: E402  (beside this file)
 
-from attnlab.config import OPTIONS  # noqa: E402
+from attnlab.config import declared  # noqa: E402
 from attnlab.study import registry  # noqa: E402
 from attnlab.study.running import Result  # noqa: E402
 
@@ -123,7 +123,7 @@ def _result(name: str) -> Result:
 def _options() -> str:
     """The table of all config fields."""
     rows = ["| field | default | meaning |", "|---|---|---|"]
-    for name, each in OPTIONS.items():
+    for name, each in declared().items():
         default = "" if each.default == "" else f"`{each.default}`"
         choices = f" ({', '.join(f'`{choice}`' for choice in each.choices)})" if each.choices else ""
         rows.append(f"| `{name}` | {default} | {_cell(each.doc)}{choices} |")

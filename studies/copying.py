@@ -105,7 +105,9 @@ FULL = Size(KINDS, POSITIONS, seeds=6, steps=1000, longest=6, vocab_size=16, bat
 def gpt(positions: str, size: Size) -> GPT:
     """The model, for sources of up to twice the longest trained length."""
     context = 4 * size.longest + 2
-    return GPT(size.vocab_size, LAYERS, HEADS, WIDTH, context, positions=positions, mlp_ratio=1)
+    sizes = {"vocab_size": size.vocab_size, "num_layers": LAYERS, "num_heads": HEADS, "width": WIDTH}
+    options = {"positions": positions, "mlp_ratio": 1, "use_bias": True, "attention": {"qk_norm": False}}
+    return GPT.of(**sizes, context=context, **options)
 
 
 def measure(options: Options) -> list[dict]:

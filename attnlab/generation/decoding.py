@@ -77,7 +77,7 @@ def generate(
       ValueError: an empty prompt, a prompt that is not a list of token ids, or `stop` without a tokenizer.
       UserError: a stop string that no tokens make.
 
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> len(list(generate(model, params, np.array([1, 2]), max_tokens=9)))  # beyond the context
     9
@@ -126,7 +126,7 @@ def decode(
     Yields:
       A `Step`, of sample n of prompt p in row p · num_samples + n, until all texts have ended.
 
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> steps = list(decode(model, params, [np.array([1, 2]), np.array([3])], max_tokens=9))
     >>> len(steps), steps[0].tokens.shape, bool((steps[0].logprobs < 0).all())

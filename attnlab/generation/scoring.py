@@ -53,7 +53,7 @@ def score(run, texts: Sequence[str], *, batch_size: int = 8) -> list[Score]:
 
     >>> from attnlab.data.tokenizers import ByteTokenizer
     >>> from attnlab.loading import Run
-    >>> model = nn.GPT(vocab_size=256, num_layers=1, num_heads=2, width=8, context=6)
+    >>> model = nn.GPT.of(vocab_size=256, num_layers=1, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> one, = score(Run(model, params, ByteTokenizer(), None), ["twelve bytes"])  # or load("runs/quickstart")
     >>> one.tokens, one.logprobs.shape, bool(7 < one.bits_per_byte < 9)
