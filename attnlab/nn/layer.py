@@ -216,7 +216,8 @@ class LayerConfig:
         except FieldError as error:
             if error.field == "num_heads" and self.heads is None:  # the model's
                 raise
-            raise error.within(self.kind) from None
+            name = "heads" if error.field == "num_heads" else error.field
+            raise FieldError(f"{self.kind}.{name}", error.value, error.expected) from None
 
 
 def _declared(module: type[Layer]) -> list[dataclasses.Field]:
