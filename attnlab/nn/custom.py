@@ -145,14 +145,14 @@ def _config_of(value, name: str) -> type[LayerConfig]:
         )
     if not isinstance(value, type):
         field = "score_mod" if isinstance(value, ScoreMod) else "mask"
-        content = {"kind": name, field: value, "__annotations__": {field: ClassVar[Any]}}
-        return type(name, (AttentionConfig,), content | {"__doc__": f"Attention with {name}."})
+        content = {field: value, "__annotations__": {field: ClassVar[Any]}, "__doc__": f"Attention with {name}."}
+        return type(name, (AttentionConfig,), content, kind=name)
     for field in dataclasses.fields(value):
         if field.init and field.default is field.default_factory is dataclasses.MISSING and field.name != "num_heads":
             raise UserError(f"{name}: its field {field.name} has no default: give it one")
     bases = {MultiHeadAttention: AttentionConfig, RecurrentMixer: RecurrentConfig, Layer: LayerConfig}
     base = next(config for layer, config in bases.items() if issubclass(value, layer))
-    return type(f"{name}Config", (base,), {"kind": name, "__doc__": value.__doc__}, of=value)
+    return type(f"{name}Config", (base,), {"__doc__": value.__doc__}, of=value, kind=name)
 
 
 def _run(path: Path, digest: str):

@@ -79,10 +79,9 @@ def _start(context):
     return 0.8 - 0.6 * jnp.exp(-0.3 * context.layer)
 
 
-class DifferentialConfig(AttentionConfig, of=DifferentialAttention):
+class DifferentialConfig(AttentionConfig, of=DifferentialAttention, kind="differential"):
     """Differential attention."""
 
-    kind = "differential"
     sinks: ClassVar[bool] = False
     value_residual: ClassVar[bool] = False
     output_gate: ClassVar[bool] = False

@@ -176,10 +176,9 @@ class _Kernel(nn.Module):
         return self.param("kernel", init)
 
 
-class LatentConfig(SoftmaxConfig, of=LatentAttention):
+class LatentConfig(SoftmaxConfig, of=LatentAttention, kind="latent"):
     """Multi-head latent attention; sizes for None as in DeepSeek-AI 2024 (arXiv 2405.04434), section 3.1.2."""
 
-    kind = "latent"
     kv_rank: int | None = option("features of the latent of keys and values; None for 4·width / num_heads", None, low=1)
     nope_dim: int | None = option("features of a key without rotary position; None for width / num_heads", None, low=1)
     rope_dim: int | None = option("rotated features of a key, shared by all heads; None for half nope_dim", None, low=2)

@@ -166,8 +166,8 @@ class LayerConfig:
     The options are the fields that the layer's module declares by `option`, with the same defaults, and those of the
     config itself, which stands in the layer's file. A field that is a `ClassVar` is no option.
 
-    >>> class MeanConfig(LayerConfig, of=Mean):
-    ...     kind = "mean"
+    >>> class MeanConfig(LayerConfig, of=Mean, kind="mean"):
+    ...     offset: int = option("of the other token", 1, low=1)
 
     Attributes:
       kind: the word in `layers`; on a command line options are `--config.model.KIND.OPTION`.
@@ -179,8 +179,8 @@ class LayerConfig:
     heads = rotary = None
     value_residual = False
 
-    def __init_subclass__(cls, of: type[Layer] | None = None, **options):
-        super().__init_subclass__(**options)
+    def __init_subclass__(cls, of: type[Layer] | None = None, kind: str = ""):
+        cls.kind = kind or cls.kind
         own = inspect.get_annotations(cls)
         if of is not None:
             known = {

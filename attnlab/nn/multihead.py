@@ -286,13 +286,13 @@ class SoftmaxConfig(LayerConfig):
         super().__post_init__()
 
     def shared(self, model):
-        heads, causal = self.num_heads(model), Causal()
+        heads, mask = self.num_heads(model), Causal() if self.window is None else SlidingWindow(left=self.window - 1)
         cap = () if self.soft_cap is None else (SoftCap(self.soft_cap),)
         alibi = (ALiBi(alibi_slopes(heads)),) if model.position_encoding == "alibi" else ()
         return super().shared(model) | {
             "num_heads": heads,
             "use_bias": model.use_bias if self.use_bias is None else self.use_bias,
-            "mask": join(causal if self.window is None else SlidingWindow(left=self.window - 1), self.mask),
+            "mask": join(mask, self.mask),
             "score_mod": (*cap, *alibi, *as_tuple(self.score_mod)) or None,
             "rotary": self.rotary if model.position_encoding == "rotary" else None,
             "dropout_rate": model.dropout,
@@ -313,10 +313,9 @@ class SoftmaxConfig(LayerConfig):
                 raise error.within("rotary").within(self.kind) from None
 
 
-class AttentionConfig(SoftmaxConfig, of=MultiHeadAttention):
+class AttentionConfig(SoftmaxConfig, of=MultiHeadAttention, kind="attention"):
     """Softmax attention."""
 
-    kind = "attention"
     qk_norm: bool = option("normalize queries and keys, which keeps large learning rates stable", True)
 
     def shared(self, model):
@@ -350,10 +349,8 @@ class AttentionConfig(SoftmaxConfig, of=MultiHeadAttention):
         super().check(model)
 
 
-class LocalConfig(AttentionConfig):
+class LocalConfig(AttentionConfig, kind="local"):
     """Attention to the last `window` tokens, beside layers of another kind."""
-
-    kind = "local"
 
     def check(self, model):
         if self.window is None:
@@ -361,17 +358,15 @@ class LocalConfig(AttentionConfig):
         super().check(model)
 
 
-class GlobalConfig(AttentionConfig):
+class GlobalConfig(AttentionConfig, kind="global"):
     """Attention to all tokens before, beside layers of another kind."""
 
-    kind = "global"
     window: ClassVar[None] = None
 
 
-class ForgetConfig(AttentionConfig):
+class ForgetConfig(AttentionConfig, kind="forget"):
     """Attention with a forget gate in place of rotary positions (Lin et al. 2025)."""
 
-    kind = "forget"
     rotary: ClassVar[None] = None
 
     def shared(self, model):

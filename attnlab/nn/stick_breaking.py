@@ -44,10 +44,9 @@ class StickBreakingAttention(MultiHeadAttention):
         return out, weights
 
 
-class StickBreakingConfig(AttentionConfig, of=StickBreakingAttention):
+class StickBreakingConfig(AttentionConfig, of=StickBreakingAttention, kind="stick_breaking"):
     """Stick-breaking attention."""
 
-    kind = "stick_breaking"
     soft_cap: ClassVar[None] = None
     rotary: ClassVar[None] = None
     score_mod: ClassVar[None] = None

@@ -55,7 +55,5 @@ class CausalConv(CausalMixer):
         return MixerState(conv=jnp.zeros((batch, reach, features), self.dtype or jnp.float32))
 
 
-class CausalConvConfig(LayerConfig, of=CausalConv):
+class CausalConvConfig(LayerConfig, of=CausalConv, kind="conv"):
     """A dilated causal convolution; with a kernel of 4 tokens it has as many weights as attention."""
-
-    kind = "conv"

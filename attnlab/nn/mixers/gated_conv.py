@@ -43,7 +43,5 @@ class GatedConv(CausalMixer):
         return MixerState(conv=jnp.zeros((batch, self.kernel_size - 1, features), self.dtype or jnp.float32))
 
 
-class GatedConvConfig(LayerConfig, of=GatedConv):
+class GatedConvConfig(LayerConfig, of=GatedConv, kind="gated_conv"):
     """A gated convolution."""
-
-    kind = "gated_conv"

@@ -42,16 +42,13 @@ class GatedDeltaNet(DeltaRule):
         return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state, conv))
 
 
-class GatedDeltaConfig(RecurrentConfig, of=GatedDeltaNet):
+class GatedDeltaConfig(RecurrentConfig, of=GatedDeltaNet, kind="gated_delta"):
     """Gated DeltaNet."""
 
-    kind = "gated_delta"
 
-
-class DeltaConfig(GatedDeltaConfig):
+class DeltaConfig(GatedDeltaConfig, kind="delta"):
     """DeltaNet."""
 
-    kind = "delta"
     gate: bool = option("multiply outputs by a gate", False)
 
     def shared(self, model):

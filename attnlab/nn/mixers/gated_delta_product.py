@@ -65,7 +65,5 @@ class GatedDeltaProduct(DeltaRule):
         return super().init_state(batch, features)
 
 
-class DeltaProductConfig(RecurrentConfig, of=GatedDeltaProduct):
+class DeltaProductConfig(RecurrentConfig, of=GatedDeltaProduct, kind="delta_product"):
     """Gated DeltaProduct."""
-
-    kind = "delta_product"

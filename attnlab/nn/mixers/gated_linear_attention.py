@@ -51,7 +51,5 @@ class GatedLinearAttention(RecurrentMixer):
         return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state))
 
 
-class GatedLinearConfig(RecurrentConfig, of=GatedLinearAttention):
+class GatedLinearConfig(RecurrentConfig, of=GatedLinearAttention, kind="gla"):
     """Gated linear attention."""
-
-    kind = "gla"

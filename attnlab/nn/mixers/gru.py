@@ -47,7 +47,5 @@ class GRU(CausalMixer):
         return MixerState(jnp.zeros((batch, self.features or features), self.dtype or jnp.float32))
 
 
-class GRUConfig(LayerConfig, of=GRU):
+class GRUConfig(LayerConfig, of=GRU, kind="gru"):
     """A gated recurrent unit."""
-
-    kind = "gru"

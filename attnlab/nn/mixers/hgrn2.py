@@ -58,10 +58,8 @@ class HGRN2(RecurrentMixer):
         return below / (below + self.layers - layer)
 
 
-class HGRN2Config(RecurrentConfig, of=HGRN2):
+class HGRN2Config(RecurrentConfig, of=HGRN2, kind="hgrn2"):
     """HGRN2."""
-
-    kind = "hgrn2"
 
     def shared(self, model):
         return super().shared(model) | {"layers": model.num_layers}

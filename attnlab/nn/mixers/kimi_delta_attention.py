@@ -48,7 +48,5 @@ class KimiDeltaAttention(DeltaRule):
         return -jnp.exp(a_log)[:, None] * jax.nn.softplus(up(self._dense("decay_down", rank, dtype=wide)(x)))
 
 
-class KimiDeltaConfig(RecurrentConfig, of=KimiDeltaAttention):
+class KimiDeltaConfig(RecurrentConfig, of=KimiDeltaAttention, kind="kda"):
     """Kimi Delta Attention."""
-
-    kind = "kda"

@@ -54,10 +54,9 @@ class LinearAttention(RecurrentMixer):
         return MixerState(jnp.zeros((batch, self.num_heads, *mapped.shape, size + 1), self._wide))
 
 
-class LinearConfig(RecurrentConfig, of=LinearAttention):
+class LinearConfig(RecurrentConfig, of=LinearAttention, kind="linear"):
     """Linear attention."""
 
-    kind = "linear"
     value_dim: ClassVar[None] = None
 
     def shared(self, model):

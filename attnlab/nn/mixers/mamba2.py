@@ -94,10 +94,9 @@ class Mamba2(RecurrentMixer):
         return super().init_state(batch, features)._replace(conv=conv)
 
 
-class Mamba2Config(RecurrentConfig, of=Mamba2):
+class Mamba2Config(RecurrentConfig, of=Mamba2, kind="mamba2"):
     """Mamba-2."""
 
-    kind = "mamba2"
     heads: int = option("groups of heads that share keys and queries", 1, low=1)
     value_heads: int | None = option("heads of values, a multiple of heads; None for num_heads", None, low=1)
 

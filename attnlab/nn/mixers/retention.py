@@ -65,7 +65,5 @@ class Retention(RecurrentMixer):
         return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state))
 
 
-class RetentionConfig(RecurrentConfig, of=Retention):
+class RetentionConfig(RecurrentConfig, of=Retention, kind="retention"):
     """Retention."""
-
-    kind = "retention"

@@ -103,10 +103,8 @@ class RWKV7(RecurrentMixer):
         return super().init_state(batch, features)._replace(conv=last_input)
 
 
-class RWKV7Config(RecurrentConfig, of=RWKV7):
+class RWKV7Config(RecurrentConfig, of=RWKV7, kind="rwkv7"):
     """RWKV-7."""
-
-    kind = "rwkv7"
 
     def shared(self, model):
         return super().shared(model) | {"value_residual": True, "layers": model.num_layers}
