@@ -64,8 +64,7 @@ class Attention(Kind):
         return frozenset((*self.layer.reads, *windowed)) - unread
 
     def module(self, model, **initializers) -> nn.Module:
-        """The layer: called as `MultiHeadAttention` is, with `layer=` its number where its attribute `numbered` is
-        True, and where `value_residual` is, with `first_values=`; it then returns its values last."""
+        """The layer, an `attnlab.nn.Layer`."""
         fields = {"forget_gate": True} if self.forget else {}
         fields |= {} if self.score_mod is None else {"score_mod": self.score_mods(model)}
         return self.layer.of_model(model, mask=self.mask(model), rotary=self.rotary(model), **fields, **initializers)
