@@ -47,12 +47,12 @@ class LayerOut(NamedTuple):
     """What a layer returns.
 
     Attributes:
-      out: `[B, T, F]`.
+      out: `[B, T, Fo]`, in blocks as wide as the inputs.
       cache: the extended cache; None in a call without one.
       values: `[B, T, Hk, D]` of a layer with a value residual; None for others.
     """
 
-    out: Float[Array, "B T F"]
+    out: Float[Array, "B T Fo"]
     cache: Any = None
     values: Float[Array, "B T Hk D"] | None = None
 
@@ -95,7 +95,7 @@ class Layer(nn.Module):
         segments: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
         dropout_key: Array | None = None,
-    ) -> Float[Array, "B T F"] | tuple[Float[Array, "B T F"], Any]:
+    ) -> Float[Array, "B T Fo"] | tuple[Float[Array, "B T Fo"], Any]:
         """Mix the tokens of each sequence.
 
         Args:
@@ -106,7 +106,7 @@ class Layer(nn.Module):
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
 
         Returns:
-          `[B, T, F]`; with a cache also the extended cache.
+          `[B, T, Fo]`, in blocks as wide as x; with a cache also the extended cache.
 
         Raises:
           ValueError: inputs, a cache, segments or lengths of another shape, segments with a cache, a mask that the
@@ -151,8 +151,9 @@ class Layer(nn.Module):
             if jnp.shape(leaf) != like.shape:
                 raise ValueError(f"{field} has shape {jnp.shape(leaf)}, expected {like.shape}: {remedy}")
             kind = "integer" if jnp.issubdtype(like.dtype, jnp.integer) else "floating"
-            if not jnp.issubdtype(jnp.result_type(leaf), getattr(jnp, kind)):
-                raise ValueError(f"{field} has type {jnp.result_type(leaf)}, expected {kind}: {remedy}")
+            dtype = getattr(leaf, "dtype", jnp.result_type(leaf))  # NumPy's float64 also where JAX has none
+            if not jnp.issubdtype(dtype, getattr(jnp, kind)):
+                raise ValueError(f"{field} has type {dtype}, expected {kind}: {remedy}")
 
 
 def _paths(leaves) -> str:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnlab.nn import AdditiveAttention, Head, MultiHeadAttention, taps
+from attnlab.nn import AdditiveAttention, Head, Layer, LayerOut, MultiHeadAttention, taps
 from attnlab.nn.mixers.interface import CausalMixer, RecurrentMixer
 from attnlab.nn.norms import LayerNorm, RMSNorm
 from attnlab.see.site import Site, Sites, blocks_of
@@ -109,12 +109,22 @@ class _Listener:
 
     def __init__(self, names, tapped, calls):
         self.names, self.tapped, self.calls = names, tapped, calls
+        self.running: set[str] = set()  # the paths of modules
 
     def __call__(self, call, args, kwargs, context):
-        module = context.module
-        if context.method_name != "__call__" or module.is_initializing():
+        module, method = context.module, context.method_name
+        is_call = method == "__call__" or (method == "forward" and isinstance(module, Layer))
+        # A layer's call calls its `forward`, and that perhaps `super()`: one call together.
+        if not is_call or module.is_initializing() or (path := "/".join(module.path)) in self.running:
             return call(*args, **kwargs)
-        path, port, is_norm = "/".join(module.path), taps.LinenPort(module), isinstance(module, NORMS)
+        self.running.add(path)
+        try:
+            return self._heard(module, path, call, args, kwargs)
+        finally:
+            self.running.remove(path)
+
+    def _heard(self, module, path, call, args, kwargs):
+        port, is_norm = taps.LinenPort(module), isinstance(module, NORMS)
         if isinstance(module, (*OURS, nn.MultiHeadDotProductAttention)):
             self._require_collections(module, path)
         is_tapped = path in self.tapped
@@ -152,6 +162,8 @@ def heard(calls, path: str, kind: str, port, is_block: bool, call, args: tuple, 
     calls[path] = noted._replace(is_stream=is_stream and stream.shape == x.shape)
     if is_block:
         stream = taps.tap(port, "out", stream)
+        if isinstance(out, LayerOut):
+            return x, out._replace(out=stream), stream
         out = (stream, *out[1:]) if isinstance(out, tuple) else stream
     return x, out, stream
 

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from attnlab.masks import MaskFn
-from attnlab.nn import CausalMixer, MultiHeadAttention, RecurrentMixer
+from attnlab.nn import CausalMixer, LayerOut, MixerState, MultiHeadAttention, RecurrentMixer
 from attnlab.score_mods import ScoreFn
 
 near = ScoreFn(lambda score, b, h, i, j: score - 0.1 * (i - j))
@@ -15,11 +15,11 @@ odd = MaskFn(lambda b, h, i, j: (j % 2 == 1) | (i == j))
 
 
 class Average(RecurrentMixer):
-    def mix(self, x, before, tokens):
+    def mix(self, x, state, context):
         v = self._dense("value", self.num_heads, self.value_features(x.shape[-1]))(x)
         ones, g = jnp.ones((*v.shape[:-1], 1), v.dtype), jnp.full(v.shape[:-1], -0.5)
-        z, state = self._recur(ones, ones, v, before.state, tokens, g=g)
-        return self._out(z, x.shape[-1]), state, None
+        z, last_state = self._recur(ones, ones, v, state, context, g=g)
+        return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state))
 
     def key_features(self, features):
         return 1
@@ -43,6 +43,6 @@ class Shifted(MultiHeadAttention):
 class Doubling(CausalConv):
     """Twice a convolution."""
 
-    def mix(self, x, before, tokens):
-        out, state, conv = super().mix(x, before, tokens)
-        return 2 * out, state, conv
+    def mix(self, x, state, context):
+        found = super().mix(x, state, context)
+        return found._replace(out=2 * found.out)

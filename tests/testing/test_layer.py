@@ -1,5 +1,6 @@
 """Each law of a layer notices a fault that the others do not; tests/nn/test_layers.py applies them to all layers."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -14,58 +15,57 @@ class Convolution(CausalConv):
     kernel_size: int = 3
     fault: object = None
 
-    def mix(self, x, before, tokens):
-        return self.fault(x, tokens, lambda tokens: super(Convolution, self).mix(x, before, tokens))
+    def mix(self, x, state, context):
+        return self.fault(x, context, lambda context: super(Convolution, self).mix(x, state, context))
 
 
-def clipped(x, tokens, mix):
+def clipped(x, context, mix):
     """All outputs are smaller where one token is large."""
-    out, *rest = mix(tokens)
-    largest = jnp.abs(x).max(axis=1, keepdims=True, initial=0)
-    return out / jnp.maximum(1, largest / 4 if tokens.lengths is None else 0), *rest
+    found, largest = mix(context), jnp.abs(x).max(axis=1, keepdims=True, initial=0)
+    return found._replace(out=found.out / jnp.maximum(1, largest / 4 if context.lengths is None else 0))
 
 
-def forgetful(x, tokens, mix):
-    out, state, conv = mix(tokens)
-    return out, state, jnp.zeros_like(conv) if tokens.lengths is None else conv
+def forgetful(x, context, mix):
+    found = mix(context)
+    return found if context.lengths is not None else found._replace(cache=jax.tree.map(jnp.zeros_like, found.cache))
 
 
-def leaking(x, tokens, mix):
+def leaking(x, context, mix):
     """Documents read those before them."""
-    return mix(tokens._replace(segments=None))
+    return mix(context._replace(segments=None))
 
 
-def padding_kept(x, tokens, mix):
-    return mix(tokens._replace(lengths=None))
+def padding_kept(x, context, mix):
+    return mix(context._replace(lengths=None))
 
 
-def root(x, tokens, mix):
+def root(x, context, mix):
     """The norm of an input of 0 has no derivative."""
-    out, *rest = mix(tokens)
-    return out + jnp.linalg.norm(x, axis=-1, keepdims=True), *rest
+    found = mix(context)
+    return found._replace(out=found.out + jnp.linalg.norm(x, axis=-1, keepdims=True))
 
 
-def narrower(x, tokens, mix):
+def narrower(x, context, mix):
     """Outputs, here eighths, that have not the type of the inputs."""
-    out, *rest = mix(tokens)
-    return (jnp.round(8 * out) / 8).astype(jnp.float16), *rest
+    found = mix(context)
+    return found._replace(out=(jnp.round(8 * found.out) / 8).astype(jnp.float16))
 
 
-def averaged(x, tokens, mix):
+def averaged(x, context, mix):
     """As one that expects its outputs to be summed over devices."""
-    out, *rest = mix(tokens)
-    return out / sharding.shards("batch", x), *rest
+    found = mix(context)
+    return found._replace(out=found.out / sharding.shards("batch", x))
 
 
-def failing(x, tokens, mix):
-    if tokens.segments is not None:
+def failing(x, context, mix):
+    if context.segments is not None:
         raise NotImplementedError("documents")
-    return mix(tokens)
+    return mix(context)
 
 
-def narrow(x, tokens, mix):
-    out, *rest = mix(tokens)
-    return out[..., :7], *rest
+def narrow(x, context, mix):
+    found = mix(context)
+    return found._replace(out=found.out[..., :7])
 
 
 CAUSAL, IN_PIECES, PACKED, PADDED, GRADIENTS, STACKED, SHARDED = LAWS
@@ -86,6 +86,5 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_of_a_layer_is_found_by_its_law_alone(fault):
-    layer = Convolution(fault=fault)
-    (found,) = check_layer(layer, lambda batch: layer.init_cache(batch, 8), features=8)
+    (found,) = check_layer(Convolution(fault=fault), features=8)
     assert found.startswith(FAULTS[fault])

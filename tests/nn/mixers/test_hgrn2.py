@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from attnlab.nn import GPT, HGRN2
+from attnlab.nn import GPT, HGRN2, Context
 from tests.nn.mixers import papers
 from tests.nn.relatives import by_path
 from tests.parameters import parameters
@@ -16,7 +16,7 @@ def test_hgrn2_forgets_no_more_than_its_lower_bound(float64):
     variables = parameters(module, X)
     p = by_path(variables)
     below = layer * np.exp(p["lower_bound"])
-    found = jax.jit(module.apply)(variables, X, layer=layer)
+    found = jax.jit(lambda variables: module.apply(variables, X, Context(layer=layer), method="forward").out)(variables)
     expected = np.stack([papers.hgrn2(x, p, bound=below / (below + 3 - layer)) for x in X])
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
     # At first the bound is layer / layers.

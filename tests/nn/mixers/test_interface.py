@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnlab.masks import Causal, SlidingWindow
-from attnlab.nn import CausalConv
+from attnlab.nn import CausalConv, LayerOut, MixerState
 from tests.nn.mixers.cases import ALL, X
 from tests.parameters import parameters
 
@@ -43,8 +43,8 @@ def test_mixer_wrong_inputs_raise_one_line(own_errors, name):
         assert "\n" not in str(raised.value)
 
     fails(r"inputs of \w+ have shape \(12, 8\), expected \[batch, length, features\]", X[0])
-    fails(r"cache of \w+ is \w+ of \(2, 99\), expected MixerState of .*init_cache", cache=np.zeros((2, 99)))
-    fails(r"cache of \w+ is MixerState of .*init_cache", cache=module.init_cache(3, 8))
+    fails(r"cache is a ndarray, expected a MixerState: .*init_cache\(batch=2", cache=np.zeros((2, 99)))
+    fails(r"cache\.(state|conv) has shape \(3, .*, expected \(2, .*init_cache", cache=module.init_cache(3, 8))
     fails("mask is SlidingWindow, .*causal", mask=SlidingWindow(left=2))
     fails("segments", segments=np.zeros((2, 3), int))
     fails("segments", segments=np.zeros((2, 12), int), cache=module.init_cache(2, 8))
@@ -58,19 +58,20 @@ class Odd(CausalConv):
 
     result: object = None
 
-    def mix(self, x, before, tokens):
+    def mix(self, x, state, context):
         return self.result(x)
 
 
 @pytest.mark.parametrize(
     "result, found",
     [
-        (lambda x: x, "no tuple of values"),
-        (lambda x: (x, None), "2 values"),
-        (lambda x: (x[:, 0], None, None), r"outputs \[2, 8\]"),
+        (lambda x: x, r"a \w+Tracer"),
+        (lambda x: (x, None), "a tuple"),
+        (LayerOut, "a cache of type NoneType"),
+        (lambda x: LayerOut(x[:, 0], MixerState()), r"outputs \[2, 8\]"),
     ],
-    ids=["array", "pair", "shape"],
+    ids=["array", "pair", "stateless", "shape"],
 )
 def test_mix_of_another_result_raises_one_line(own_errors, result, found):
-    with pytest.raises(ValueError, match=rf"Odd.mix returned {found}: expected \(outputs \[2, 12, 'd'\], state, last"):
+    with pytest.raises(ValueError, match=rf"Odd.mix returned {found}: expected LayerOut\(outputs \[2, 12, 'd'\], Mix"):
         jax.eval_shape(Odd(result=result).init, jax.random.key(0), X)

@@ -1,13 +1,11 @@
 """RWKV-7: the values of the first layer, and initial values that depend on a layer's number."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnlab.nn import GPT, RWKV7, GatedDeltaNet
+from attnlab.nn import GPT, RWKV7, Context
 from tests.nn.mixers import papers
 from tests.nn.relatives import by_path
 from tests.parameters import parameters
@@ -23,11 +21,12 @@ def test_rwkv7_mixes_its_values_with_the_first_ones_and_returns_them(float64):
 
     @jax.jit
     def run(variables):
-        calls = ({}, {"first_values": FIRST}, {"first_values": FIRST, "cache": module.init_cache(2, 8)})
-        return [module.apply(variables, X, **options) for options in calls]
+        calls = ((None, None), (FIRST, None), (FIRST, module.init_cache(2, 8)))
+        contexts = ((Context(first_values=first), cache) for first, cache in calls)
+        return [module.apply(variables, X, *call, method="forward") for call in contexts]
 
     *results, (_, cache, after) = run(variables)
-    for (out, values), first in zip(results, ([None] * 2, FIRST)):
+    for (out, _, values), first in zip(results, ([None] * 2, FIRST)):
         expected = np.stack([papers.rwkv7(x, p, first=row) for x, row in zip(X, first)])
         np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-12)
         assert values.shape == FIRST.shape
@@ -51,16 +50,10 @@ def test_gpt_hands_the_values_of_its_first_layer_to_the_others():
     assert change(0) == 0 and change(1) > 1e-4 and change(2) > 1e-4
 
 
-def test_first_values_of_a_layer_without_a_value_residual_raise_one_line():
-    for module in (RWKV7(2), GatedDeltaNet(2)):
-        with pytest.raises(ValueError, match=f"first_values is set, but {type(module).__name__} has no .*: leave it"):
-            jax.eval_shape(functools.partial(module.init, first_values=FIRST), jax.random.key(0), X)
-
-
 def test_ranks_of_rwkv7_are_those_of_the_published_model_of_this_width():
     """RWKV-7 "World" 0.1B, of width 768."""
     module = RWKV7(12, value_residual=True)
-    made = jax.eval_shape(functools.partial(module.init, layer=1), jax.random.key(0), jnp.zeros((1, 2, 768)))
+    made = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, 2, 768)))
     ranks = {"decay_down": 64, "a_down": 64, "v_down": 32, "gate_down": 128}
     assert {name: made["params"][name]["kernel"].shape[1] for name in ranks} == ranks
 
@@ -68,7 +61,8 @@ def test_ranks_of_rwkv7_are_those_of_the_published_model_of_this_width():
 @pytest.mark.parametrize("layer, layers", [(0, 1), (1, 4)])
 def test_vectors_of_rwkv7_start_as_in_the_code_of_its_authors(layer, layers):
     module = RWKV7(2, value_residual=True, layers=layers)
-    params = by_path(jax.jit(module.init)(jax.random.key(0), jnp.zeros((1, 2, 16)), layer=layer))
+    context, x = Context(layer=layer), jnp.zeros((1, 2, 16))
+    params = by_path(jax.jit(lambda key: module.init(key, x, context, method="forward"))(jax.random.key(0)))
     channel, depth = np.arange(16), layer / max(1, layers - 1)
     along = channel / 15 - 0.5
     zigzag = (channel % 8 - 3.5) / 3.5 * np.abs((channel % 8 - 3.5) / 3.5)
