@@ -19,7 +19,7 @@ from attnlab.nn.mixers.gated_delta_product import GatedDeltaProduct
 from attnlab.nn.mixers.gated_linear_attention import GatedLinearAttention
 from attnlab.nn.mixers.gru import GRU
 from attnlab.nn.mixers.hgrn2 import HGRN2
-from attnlab.nn.mixers.interface import CausalMixer, MixerState, RecurrentMixer
+from attnlab.nn.mixers.interface import CausalMixer, RecurrentMixer
 from attnlab.nn.mixers.kimi_delta_attention import KimiDeltaAttention
 from attnlab.nn.mixers.linear_attention import LinearAttention
 from attnlab.nn.mixers.mamba2 import Mamba2
@@ -40,6 +40,10 @@ class Kind:
     def operator(self) -> str | None:
         """The function of `attnlab` that mixes the tokens, "attention"; None for a layer that has none."""
         return self.layer.operator
+
+    def init_cache(self, model, batch: int, capacity: int) -> Any:
+        """The state before the first token."""
+        return self.module(model, dtype=model.dtype).init_cache(batch, model.width, capacity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +87,6 @@ class Attention(Kind):
             return Rotary(model.local_base, group(model, "rotary").fraction)
         return group(model, "rotary")
 
-    def init_cache(self, model, batch: int, capacity: int) -> Any:
-        """The state before the first token."""
-        return self.module(model, dtype=model.dtype).init_cache(batch, model.width, capacity)
-
     def check(self, model, name: str) -> None:
         """Raise ValueError, beginning with a field, for sizes that do not fit the model's; `name` is the kind's."""
         _check_sizes(functools.partial(self.layer.of_model(model).init_cache, 1, model.width, 1), model, name)
@@ -114,9 +114,6 @@ class Mixer(Kind):
 
     def module(self, model, **initializers) -> CausalMixer:
         return self.layer.of_model(model, **dict(self.fields), **initializers)
-
-    def init_cache(self, model, batch, capacity) -> MixerState:
-        return self.module(model, dtype=model.dtype).init_cache(batch, model.width)
 
     def check(self, model, name: str) -> None:
         _check_sizes(functools.partial(self.module(model).init_cache, 1, model.width), model, name)

@@ -254,7 +254,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         return out, lambda rows=None: attention_weights(q, k, rows=rows, **without_dropout(terms))
 
     def after(self, z, v, x, context: Context):
-        """The input of the output projection: z `[B, T, H, Dv]`, given the tokens' own values and inputs."""
+        """The input of the output projection, from z `[B, T, H, Dv]`, and the tokens' own values and inputs."""
         gate = nn.sigmoid(self._heads(x, self.num_heads, "gate", z.shape[-1])) if self.output_gate else None
         return z if gate is None else z * gate
 
