@@ -198,6 +198,8 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
     ) -> LayerOut:
         """Project, extend the cache, attend, and what comes after: four steps, of which a subclass may replace one."""
         memory = x if inputs_kv is None else inputs_kv
+        if inputs_kv is x:  # cross-attention too: self-attention is where the memory is the same object
+            memory = jnp.array(x)
         if cache is not None:
             context = context._replace(positions=cache.length[:, None] + jnp.arange(x.shape[1]))
         q, k, v = self.project(x, memory, context)

@@ -97,6 +97,12 @@ def test_multihead_invalid_argument_raises_one_line(options, call, message, own_
     assert "\n" not in str(error.value)
 
 
+def test_cross_attention_to_the_same_array_equals_that_to_a_copy():
+    module, positions = MultiHeadAttention(4, mask=Causal()), np.arange(6) + 2
+    apply = functools.partial(module.apply, parameters(module, X), X, positions=positions)
+    np.testing.assert_array_equal(apply(X), apply(X.copy()))
+
+
 FULL = [MultiHeadAttention(4, kv_heads=2, mask=Causal(), rotary=100.0, forget_gate=True), *relatives.MODULES.values()]
 
 
