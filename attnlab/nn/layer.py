@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Context(NamedTuple):
-    """What a layer knows of a call besides its inputs and its cache. All may be None but the layer's number.
+    """The arguments of a layer besides its inputs and its cache. All may be None but the layer's number.
 
     Attributes:
       mask: and-ed with the layer's own. With a cache, its keys are the cache's S slots.
@@ -32,6 +32,10 @@ class Context(NamedTuple):
       dropout_key: one key, or one per example `[B]`; None for no dropout.
       layer: the layer's number in its model, from 0.
       first_values: `[B, T, Hk, D]`, the values of the first layer, for value residuals; None in that layer.
+
+    >>> layer, call = DifferentialAttention(num_heads=2), Context(layer=3)  # as the fourth layer of a model
+    >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)), call, method="forward")[0].out.shape
+    (2, 5, 8)
     """
 
     mask: Mask | None = None
@@ -44,12 +48,15 @@ class Context(NamedTuple):
 
 
 class LayerOut(NamedTuple):
-    """What a layer returns.
+    """The results of a layer.
 
     Attributes:
       out: `[B, T, Fo]`, in blocks as wide as the inputs.
       cache: the extended cache; None in a call without one.
       values: `[B, T, Hk, D]` of a layer with a value residual; None for others.
+
+    >>> LayerOut(jnp.ones((2, 5, 8)))._replace(cache=MixerState()).cache.length is None
+    True
     """
 
     out: Float[Array, "B T Fo"]
@@ -68,7 +75,7 @@ class Layer(nn.Module):
     """
 
     operator: ClassVar[str | None] = None  # the function of `attnlab` that mixes the tokens
-    value_residual = False  # whether it returns values, and takes those of the first layer
+    value_residual = False  # whether it returns its values, and takes the first layer's
     dropout_rate = 0.0
 
     @property
