@@ -181,6 +181,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
 
     def project(self, x, memory, context: Context):
         """Queries of x, keys and values of the memory, `[B, T, heads, D]`, normalized and rotated."""
+        self.check_options()
         width, (kv_heads, head_dim) = x.shape[-1], self._of_keys(x.shape[-1])
         if self.head_dim is None and width % self.num_heads:
             raise ValueError(f"width {width} is not divisible by {self.num_heads} heads: change one, or give head_dim")
