@@ -186,7 +186,7 @@ def _sha256(path: Path) -> str:
         raise UserError(f"{path}: {error.strerror}: expected a Python file") from error
 
 
-def _is_class(value, base: type) -> bool:
+def _is_class(value, base) -> bool:
     return isinstance(value, type) and issubclass(value, base)
 
 
