@@ -77,8 +77,8 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
     """Load a `ckpt.pt` of nanoGPT as a `GPT` and its variables.
 
     nanoGPT uses the exact GELU; until its commit 594068e of May 2023 it used the tanh form, and checkpoints do not
-    record it: for older checkpoints use `model.replace(activation="gelu_tanh")`. The tokenizer is not in the checkpoint:
-    a character vocabulary is in `meta.pkl` of the data folder, otherwise it is GPT-2's.
+    record it: for older checkpoints use `model.replace(activation="gelu_tanh")`. The tokenizer is not in the
+    checkpoint: a character vocabulary is in `meta.pkl` of the data folder, otherwise it is GPT-2's.
 
     Args:
       path: the file; loading it runs no code.
