@@ -375,7 +375,7 @@ def read_deepseek_v3(hf: ConfigReader) -> ModelConfig:
 
 
 FAMILIES = {
-    "gpt2": Family("GPT2LMHeadModel", read_gpt2, write_gpt2),
+    "gpt2": Family("GPT2LMHeadModel", read_gpt2, write_gpt2, tensor_names.GPT2),
     "llama": Family("LlamaForCausalLM", read_llama, write_llama),
     "mistral": Family("MistralForCausalLM", read_mistral, write_mistral),
     "qwen2": Family("Qwen2ForCausalLM", read_qwen2, write_qwen2),
