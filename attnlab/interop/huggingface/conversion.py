@@ -72,19 +72,14 @@ def _misfit(model: ModelConfig, name: str, config: dict) -> str | None:
     except UserError as error:
         return f"{name} does not have such models ({error})"
     ours = canonical(with_biases(model) if name == "gpt2" else model)
-    for field in dataclasses.fields(ModelConfig):
-        value, only = (getattr(each, field.name) for each in (ours, described))
-        if field.name not in _NOT_COMPARED and value != only:
-            return f"model.{field.name} = {value!r}: {name} supports only {only!r}"
-    for number in range(model.num_layers):
-        layer, other = ours.layer(number), described.layer(number)
-        if type(layer) is not type(other):
+    groups = [("", ours, described)]
+    groups += [(f"{model.layer(n).kind}.", ours.layer(n), described.layer(n)) for n in range(model.num_layers)]
+    for group, one, other in groups:
+        if type(one) is not type(other):
             return f"model.layers = {_words(model)!r}: {name} supports only {_words(described)!r}"
-        for field in dataclasses.fields(layer):
-            value, only = getattr(layer, field.name), getattr(other, field.name)
-            if value != only:
-                kind = model.layer(number).kind
-                return " ".join(f"model.{kind}.{field.name} = {value!r}: {name} supports only {only!r}".split())
+        for field, value in vars(one).items():
+            if field not in _NOT_COMPARED and value != (only := getattr(other, field)):
+                return " ".join(f"model.{group}{field} = {value!r}: {name} supports only {only!r}".split())
     return None
 
 

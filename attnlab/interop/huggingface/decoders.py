@@ -18,15 +18,8 @@ _NO_LIMIT = ([0, math.inf], [0, {"__float__": "Infinity"}])  # the second in fil
 _RECURRENT = "linear_attention"
 
 
-def llama_like(
-    hf: ConfigReader,
-    *layers: LayerConfig,
-    epsilon: float = 1e-6,
-    tied: bool = False,
-    activation: str | None = None,
-    **fields,
-) -> ModelConfig:
-    """A model of a period of layers, as Llama but for these fields; `epsilon` and `tied` by default."""
+def llama_like(hf: ConfigReader, *layers: LayerConfig, epsilon: float = 1e-6, tied: bool = False, **fields):
+    """The config of a period of layers, as Llama's but for these fields; `epsilon` and `tied` by default."""
     width = hf.integer("hidden_size")
     shared = {
         "vocab_size": hf.integer("vocab_size"),
@@ -39,7 +32,7 @@ def llama_like(
         "norm_epsilon": hf.number("rms_norm_eps", epsilon),
         "mlp": "gated",
         "mlp_ratio": hf.integer("intermediate_size") / width,
-        "activation": activation or hf.activation("hidden_act", "silu"),
+        "activation": fields.get("activation") or hf.activation("hidden_act", "silu"),
         "tie_embeddings": hf.flag("tie_word_embeddings", tied),
         "layers": layers,
     }

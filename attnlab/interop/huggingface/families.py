@@ -12,16 +12,7 @@ from typing import NamedTuple
 from attnlab.interop.huggingface import decoders, tensor_names
 from attnlab.interop.huggingface import rotary as rotaries
 from attnlab.interop.huggingface.config_reader import ConfigReader, activation_name
-from attnlab.interop.huggingface.decoders import (
-    attention,
-    attention_of,
-    biased,
-    check_divides,
-    llama_like,
-    num_layers,
-    write_biased,
-    write_llama_like,
-)
+from attnlab.interop.huggingface.decoders import attention_of, biased, llama_like, write_biased
 from attnlab.interop.huggingface.tensor_names import Names
 from attnlab.nn import AttentionConfig, ModelConfig, Rotary
 from attnlab.nn.differential import DifferentialConfig
@@ -105,7 +96,7 @@ def with_biases(config: ModelConfig) -> ModelConfig:
 
 
 def read_llama(hf: ConfigReader) -> ModelConfig:
-    check_divides(hf)
+    decoders.check_divides(hf)
     return llama_like(hf, AttentionConfig(**biased(hf)), use_bias=hf.flag("mlp_bias", False))
 
 
@@ -115,18 +106,18 @@ def write_llama(config: ModelConfig) -> dict:
 
 def read_mistral(hf: ConfigReader) -> ModelConfig:
     window = hf.optional_integer("sliding_window", 4096)
-    return llama_like(hf, AttentionConfig(**attention(hf, kv_heads=8, window=window)))
+    return llama_like(hf, AttentionConfig(**decoders.attention(hf, kv_heads=8, window=window)))
 
 
 def write_mistral(config: ModelConfig) -> dict:
-    return write_llama_like(config, sliding_window=attention_of(config, is_local=True).window)
+    return decoders.write_llama_like(config, sliding_window=attention_of(config, is_local=True).window)
 
 
 def _read_qwen(hf: ConfigReader, options: dict) -> ModelConfig:
     """A Qwen2 or Qwen3, whose layers have a window from one on, or by `layer_types`."""
     uses, window = hf.flag("use_sliding_window", False), hf.get("sliding_window", 4096)
     first = hf.integer("max_window_layers", 28) if hf.get("max_window_layers", 28) else 0
-    by_number = [uses and window is not None and n >= first for n in range(num_layers(hf))]
+    by_number = [uses and window is not None and n >= first for n in range(decoders.num_layers(hf))]
     local = decoders.layer_types(hf, rotaries.LOCAL, by_number)
     if any(local) and not uses:
         raise hf.error("use_sliding_window", "true, as layer_types has sliding_attention")
@@ -144,11 +135,11 @@ def _qwen_windows(config: ModelConfig) -> dict:
 
 
 def read_qwen2(hf: ConfigReader) -> ModelConfig:
-    return _read_qwen(hf, attention(hf, kv_heads=32, use_bias=False, qkv_bias=True))
+    return _read_qwen(hf, decoders.attention(hf, kv_heads=32, use_bias=False, qkv_bias=True))
 
 
 def write_qwen2(config: ModelConfig) -> dict:
-    return write_llama_like(config, **_qwen_windows(config))
+    return decoders.write_llama_like(config, **_qwen_windows(config))
 
 
 def read_qwen3(hf: ConfigReader) -> ModelConfig:
@@ -161,10 +152,10 @@ def write_qwen3(config: ModelConfig) -> dict:
 
 def _gemma(hf: ConfigReader, every: int, local: Mapping = {}, logit_cap: float | None = None, **options) -> ModelConfig:
     """A Gemma 2 or 3, whose layers have a window but one of `every`, or by `layer_types`."""
-    check_divides(hf)
+    decoders.check_divides(hf)
     hf.silence("hidden_act sliding_window")
     hf.get("sliding_window", 4096)
-    by_number = [n % every > 0 for n in range(1, num_layers(hf) + 1)]
+    by_number = [n % every > 0 for n in range(1, decoders.num_layers(hf) + 1)]
     scale = hf.number("query_pre_attn_scalar", 256.0) ** -0.5
     options = biased(hf, kv_heads=4, head_dim=256, scale=scale, **options)
     return llama_like(
@@ -216,7 +207,7 @@ def read_olmo2(hf: ConfigReader) -> ModelConfig:
 
 
 def read_phi3(hf: ConfigReader) -> ModelConfig:
-    options = attention(hf, fraction=1.0, window=hf.optional_integer("sliding_window"))
+    options = decoders.attention(hf, fraction=1.0, window=hf.optional_integer("sliding_window"))
     if options["rotary"].scaling != "none":
         option = rotaries.option_of(hf)
         raise hf.error(option, "no scaling: Phi-3 has its own, which GPT does not support")
@@ -231,7 +222,7 @@ def read_qwen3_next(hf: ConfigReader) -> ModelConfig:
     dense, step = hf.get("mlp_only_layers") or [], hf.integer("decoder_sparse_step", 1)
     if not isinstance(dense, list | tuple):
         raise hf.error("mlp_only_layers", "a list of numbers of layers, or null")
-    if hf.get("num_experts", 512) and not all(n in dense or (n + 1) % step for n in range(num_layers(hf))):
+    if hf.get("num_experts", 512) and not all(n in dense or (n + 1) % step for n in range(decoders.num_layers(hf))):
         raise hf.error("num_experts", "0: a mixture of experts is not supported")
     hf.silence(_QWEN3_NEXT_SILENT)
     options = {"kv_heads": 2, "head_dim": 256, "fraction": 0.25, "qk_norm": True, "output_gate": True}
@@ -252,15 +243,14 @@ def write_qwen3_next(config: ModelConfig) -> dict:
 
 def read_olmo_hybrid(hf: ConfigReader) -> ModelConfig:
     hf.silence(_OLMO_HYBRID_SILENT)
-    is_off = rotaries.is_off(hf)
-    rotary = {"rotary": Rotary()} if is_off else {}
-    layer = AttentionConfig(**biased(hf, qk_norm=True, qk_norm_joint=True, **rotary))
+    rotary, positions = (Rotary(), "none") if rotaries.is_off(hf) else (None, "rotary")
+    layer = AttentionConfig(**biased(hf, qk_norm=True, qk_norm_joint=True, rotary=rotary))
     delta = decoders.read_delta(hf, negative_eigenvalues=hf.flag("linear_allow_neg_eigval", True))
     recurrent = decoders.by_types(hf, 4, last=False)
     if len(set(recurrent)) < 2:
         raise hf.error("layer_types", "layers of both kinds")
     layers = decoders.hybrid(hf, layer, delta, recurrent)
-    return llama_like(hf, *layers, norm_at="hybrid", positions="none" if is_off else "rotary")
+    return llama_like(hf, *layers, norm_at="hybrid", positions=positions)
 
 
 def write_olmo_hybrid(config: ModelConfig) -> dict:
@@ -284,7 +274,7 @@ def read_mamba2(hf: ConfigReader) -> ModelConfig:
     width, epsilon = hf.integer("hidden_size", 4096), hf.number("layer_norm_epsilon", 1e-5)
     return ModelConfig(
         vocab_size=hf.integer("vocab_size", 32768),
-        num_layers=num_layers(hf, 64),
+        num_layers=decoders.num_layers(hf, 64),
         num_heads=hf.integer("num_heads", 128),
         width=width,
         context=hf.integer("max_position_embeddings", 2048),  # not an option of transformers': there is no limit
@@ -318,7 +308,7 @@ def read_bamba(hf: ConfigReader) -> ModelConfig:
     hf.integer("max_position_embeddings", 262144)
     layer = AttentionConfig(**biased(hf, kv_heads=8, fraction=0.5, inner=True))
     mamba = decoders.read_mamba2(hf, _BAMBA, hf.number("rms_norm_eps", 1e-5))
-    layers = decoders.hybrid(hf, layer, mamba, [n not in at for n in range(num_layers(hf))])
+    layers = decoders.hybrid(hf, layer, mamba, [n not in at for n in range(decoders.num_layers(hf))])
     return llama_like(hf, *layers, use_bias=hf.flag("mlp_bias", False))
 
 
@@ -340,7 +330,11 @@ def read_diffllama(hf: ConfigReader) -> ModelConfig:
 
 def read_deepseek_v3(hf: ConfigReader) -> ModelConfig:
     hf.silence(_DEEPSEEK_V3_SILENT + "rope_interleave")
-    heads, rotated, first = hf.integer("num_attention_heads"), hf.integer("qk_rope_head_dim", 64), num_layers(hf)
+    heads, rotated, first = (
+        hf.integer("num_attention_heads"),
+        hf.integer("qk_rope_head_dim", 64),
+        decoders.num_layers(hf),
+    )
     dense = hf.get("first_k_dense_replace", 3)
     if not isinstance(dense, int) or isinstance(dense, bool) or dense < first:
         raise hf.error("first_k_dense_replace", f"{first} or more: a mixture of experts is not supported")

@@ -75,23 +75,12 @@ PHI3 = Names(
     {"attention": ("self_attn", {"qkv_proj": "query key value", "o_proj": "out"})},
     ("mlp", {"gate_up_proj": "gate up", "down_proj": "down"}),
 )
-QWEN3_NEXT = Names(
-    {
-        "attention": ("self_attn", _ATTENTION | {"q_proj": "query+gate"}),
-        "gated_delta": (
-            "linear_attn",
-            {"in_proj_qkvz": "query+key+value+gate", "in_proj_ba": "b+a", **_DELTA, "norm": "norm", "out_proj": "out"},
-        ),
-    }
-)
+_QWEN_DELTA = {"in_proj_qkvz": "query+key+value+gate", "in_proj_ba": "b+a", "norm": "norm", "out_proj": "out", **_DELTA}
+_GATED = ("self_attn", _ATTENTION | {"q_proj": "query+gate"})
+QWEN3_NEXT = Names({"attention": _GATED, "gated_delta": ("linear_attn", _QWEN_DELTA)})
+_OLMO_DELTA = {**_QKV, **_DELTA, "g_proj": "gate", "a_proj": "a", "b_proj": "b", "o_norm": "norm"}
 OLMO_HYBRID = LLAMA._replace(
-    layers=LLAMA.layers
-    | {
-        "gated_delta": (
-            "linear_attn",
-            {**_QKV, **_DELTA, "g_proj": "gate", "a_proj": "a", "b_proj": "b", "o_norm": "norm"},
-        )
-    },
+    layers=LLAMA.layers | {"gated_delta": ("linear_attn", _OLMO_DELTA)},
     file_parts={
         "attention_layer_norm": "input_layernorm",
         "feedforward_layer_norm": "post_attention_layernorm",

@@ -56,23 +56,18 @@ def unload_state(model: GPT, params, family: str = "gpt2", *, transposed: bool =
 
 def prepared(model: GPT, params, family: str, transposed: bool = False) -> tuple[list[Tensor], dict]:
     """The tensors of a model and their parameters, with biases of 0 where GPT-2, but not nanoGPT, always has them."""
-    table, params = _checked(model, params, family, transposed)
-    if family != "gpt2" or transposed:
-        return table, params
-    full = GPT(with_biases(model.config))
-    flat = traverse_util.flatten_dict(params, sep="/")
-    table, shapes = _stacked_as(params, _table(full, family, shapes := _shapes(full)), shapes)
-    leaves = tensors.flat_shapes(shapes).items()
-    flat = {path: flat[path] if path in flat else np.zeros(shape, np.float32) for path, shape in leaves}
-    return table, traverse_util.unflatten_dict(flat, sep="/")
-
-
-def _checked(model: GPT, params, family: str, transposed: bool):
     shapes = _shapes(model)
-    table, shapes = _stacked_as(params, _table(model, family, shapes, transposed=transposed), shapes)
-    tensors.check(params, shapes, "the model")
+    tensors.check(params, stack_layers(shapes) if is_stacked(params) else shapes, "the model")
     params = _with_scales_folded(_without_padding(params, model.config.vocab_size))
-    return [tensor for tensor in table if tensor.constant is None], params
+    if family == "gpt2" and not transposed:
+        model = GPT(with_biases(model.config))
+        shapes = _shapes(model)
+    table, shapes = _stacked_as(params, _table(model, family, shapes, transposed=transposed), shapes)
+    flat = traverse_util.flatten_dict(params, sep="/")
+    zeros = {
+        path: np.zeros(shape, np.float32) for path, shape in tensors.flat_shapes(shapes).items() if path not in flat
+    }
+    return [each for each in table if each.constant is None], traverse_util.unflatten_dict(flat | zeros, sep="/")
 
 
 def _without_padding(params, vocab_size: int) -> dict:
