@@ -1,9 +1,12 @@
 """Kinds of layers that a user wrote: a command runs the files that its user names, and their names resolve.
 
 `--import=FILE` runs a file, and its layers, score mods and masks become kinds by their names. The names in a saved
-`config.json` run nothing: `check_imported` finds them among the imported kinds, by the sha256 of their file.
+`config.json` run nothing, nor does the copy of the file that a run keeps: `check_imported` finds them among the
+imported kinds, whose code must be the same. That is the definition of the layer and those of its file that it reaches
+by name, without comments and docstrings.
 """
 
+import ast
 import dataclasses
 import hashlib
 import importlib.util
@@ -24,10 +27,17 @@ from attnlab.support.errors import UserError
 
 
 class Source(NamedTuple):
-    """The file of a kind, and its sha256."""
+    """The file of a kind, its text, and the sha256 of the code that the kind reaches in it."""
 
     path: Path
+    text: str
     sha256: str
+
+    @classmethod
+    def of(cls, path: Path, name: str) -> "Source":
+        """The source of a name in a file."""
+        text = _text(path)
+        return cls(path, text, hashlib.sha256(reached(text, name).encode()).hexdigest())
 
 
 _BUILT_IN = frozenset(KINDS.values())
@@ -51,8 +61,8 @@ def register(value: type[Layer] | type[LayerConfig] | ScoreMod | Mask, name: str
     'capped'
     """
     if isinstance(value, type):
-        path = _file_of(value)
-        return _add(value, name or getattr(value, "kind", None) or value.__name__, Source(path, _sha256(path)))
+        kind = name or (value.kind if _is_class(value, LayerConfig) else value.__name__)
+        return _add(value, kind, Source.of(_file_of(value), value.__name__))
     if name is None:
         raise UserError(f"{type(value).__name__}(…) needs a name: register(value, name)")
     return _add(value, name, None)
@@ -61,16 +71,16 @@ def register(value: type[Layer] | type[LayerConfig] | ScoreMod | Mask, name: str
 def import_file(file: str | Path) -> list[str]:
     """Run a file, and return the kinds that it defines; UserError for a file that fails or has none."""
     path = Path(file).expanduser().absolute()
-    digest = _sha256(path)
-    found = {name: value for name, value in vars(_run(path, digest)).items() if not name.startswith("_")}
-    module = f"attnlab_custom_{digest}"
-    defined = {n: v for n, v in found.items() if not isinstance(v, type) or v.__module__ == module}
+    module = _run(path)
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    defined = {n: x for n, x in public.items() if not isinstance(x, type) or x.__module__ == module.__name__}
     parts = {name: value for name, value in defined.items() if _is_part(value)}
     if not parts:
         raise UserError(f"--import={file}: it defines no layer, score mod or mask")
-    described = {value.module for value in parts.values() if _is_class(value, LayerConfig)}
+    configs = [value for value in parts.values() if _is_class(value, LayerConfig)]
+    described = {config.module for config in configs}
     return [
-        _add(value, getattr(value, "kind", "") or name if _is_class(value, LayerConfig) else name, Source(path, digest))
+        _add(value, value.kind if value in configs else name, Source.of(path, name))
         for name, value in parts.items()
         if value not in described
     ]
@@ -95,37 +105,79 @@ def files() -> list[Path]:
     return list(dict.fromkeys(source.path for source in _SOURCES.values()))
 
 
-def sources(layers: tuple[LayerConfig, ...]) -> dict[str, dict[str, str]]:
-    """The file and its sha256 of each custom kind among layers, as a run saves them."""
-    used = {layer.kind: _SOURCES[layer.kind] for layer in layers if layer.kind in _SOURCES}
-    return {kind: {"file": str(source.path), "sha256": source.sha256} for kind, source in used.items()}
+def sources(layers: Sequence[LayerConfig]) -> dict[str, Source]:
+    """The sources of the custom kinds among layers."""
+    return {layer.kind: _SOURCES[layer.kind] for layer in layers if layer.kind in _SOURCES}
 
 
 def check_imported(code: Mapping[str, Mapping[str, str]], where) -> None:
     """Raise UserError unless the kinds that a saved run uses are imported, and unchanged.
 
     Args:
-      code: `sources`, as the run saved them.
+      code: the file and the sha256 of each kind, as the run saved them.
       where: the run's folder.
     """
     for kind, saved in code.items():
         known = _SOURCES.get(kind)
         if known is None:
             raise UserError(
-                f"{where} uses custom code: pass --import={saved['file']} to run it (its {kind!r}, sha256 "
-                f"{saved['sha256'][:12]})"
+                f"{where} uses custom code, {kind!r}: pass --import={saved['file']}, or the run's copy, to run it"
             )
         if known.sha256 != saved["sha256"]:
             raise UserError(
-                f"{known.path} has changed since {where} began (sha256 {known.sha256[:12]}, there it was "
-                f"{saved['sha256'][:12]}): restore it, or choose a new --workdir"
+                f"the code of {kind!r} in {known.path} has changed since {where} began: restore it, pass the run's "
+                f"copy by --import, or choose a new --workdir"
             )
+
+
+def reached(text: str, name: str) -> str:
+    """The definitions of a Python file that a name of it reaches, in their order, without comments and docstrings.
+
+    >>> print(reached("base = 2\\nother = 3\\ndef f(x):\\n    'Doubles.'\\n    return base * x  # twice", "f"))
+    base = 2
+    def f(x):
+        return base * x
+    """
+    body = [part for node in ast.parse(text).body if not _is_text(node) for part in _parts(node)]
+    defined = {each: node for node in body for each in _defined(node)}
+    wanted, nodes = [name], {id(node): node for node in body if not _defined(node)}
+    while wanted:
+        node = defined.get(wanted.pop())
+        if node is not None and id(node) not in nodes:
+            nodes[id(node)] = node
+            wanted += [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
+    for node in (each for top in nodes.values() for each in ast.walk(top) if hasattr(each, "body")):
+        if isinstance(node.body, list) and _is_text(node.body[0]):
+            node.body = node.body[1:] or [ast.Pass()]
+    return "\n".join(ast.unparse(node) for node in body if id(node) in nodes)
+
+
+def _parts(node) -> list:
+    """A statement; of an import, a statement for each name."""
+    if not isinstance(node, ast.Import | ast.ImportFrom):
+        return [node]
+    return [type(node)(**dict(ast.iter_fields(node)) | {"names": [alias]}) for alias in node.names]
+
+
+def _is_text(node) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _defined(node) -> list[str]:
+    """The names that a statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        return [each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+    return []
 
 
 def _add(value, name: str, source: Source | None) -> str:
     config = _config_of(value, name)
     known = _SOURCES.get(name)
-    if name in KINDS and (known is None or known != source):  # compiled programs know a kind by its name
+    if name in KINDS and (known is None or known.sha256 != source.sha256):  # programs know a kind by its name
         why = "is a kind of attnlab: choose another name" if known is None else "has changed: restart Python"
         raise UserError(f"{name!r} {why}")
     KINDS[name] = config
@@ -155,9 +207,9 @@ def _config_of(value, name: str) -> type[LayerConfig]:
     return type(f"{name}Config", (base,), {"__doc__": value.__doc__}, of=value, kind=name)
 
 
-def _run(path: Path, digest: str):
+def _run(path: Path):
     """The module of a file that is run, once."""
-    name = f"attnlab_custom_{digest}"
+    name = f"attnlab_custom_{hashlib.sha256(_text(path).encode()).hexdigest()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
@@ -179,11 +231,11 @@ def _file_of(value: type) -> Path:
         raise UserError(f"{value!r} is not a class of a file: write it into one, so that a run can find it") from error
 
 
-def _sha256(path: Path) -> str:
+def _text(path: Path) -> str:
     try:
-        return hashlib.sha256(contents.read(path)).hexdigest()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}: expected a Python file") from error
+        return contents.read(path).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {getattr(error, 'strerror', error)}: expected a Python file") from error
 
 
 def _is_class(value, base: type) -> bool:

@@ -94,7 +94,8 @@ def resolve(
     folder.check_config(config, may_extend=not eval_only)
     if folder.previous_run is not None:
         passed.check_continues(folder.previous_run, folder)
-    code = custom.sources(configs.model_config(config).used)
+    sources = custom.sources(configs.model_config(config).used)
+    code = {kind: {"file": str(source.path), "sha256": source.sha256} for kind, source in sources.items()}
     metadata = passed.metadata() | ({"code": code} if code else {})
     if eval_only and folder.previous_run is None:
         raise UserError(f"{folder} holds no run to evaluate: train first")
@@ -234,7 +235,7 @@ def _open_files(
         if config.checkpoint.dir:
             checkpoints.prepare()  # first, so that a failure leaves no workdir behind
         resources.enter_context(workdir.claimed())
-        workdir.create(config_json, text.tokenizer)
+        workdir.create(config_json, text.tokenizer, custom.sources(configs.model_config(config).used).values())
     checkpoints.prepare()
     events = [trackers.TensorBoard(workdir.path / "tensorboard")] if config.log.tensorboard else []
     log = metrics_lib.MetricsLog(workdir.metrics, offset, start, events)

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -87,8 +87,14 @@ class Workdir:
                 raise UserError(f"--workdir={self}: another process has begun a run there: choose another folder")
             yield
 
-    def create(self, config_json: str, tokenizer: tokenizers.Tokenizer) -> None:
-        """Write the files of a new run, to a claimed folder; `config.json` last, which makes it one."""
+    def create(self, config_json: str, tokenizer: tokenizers.Tokenizer, sources: Iterable[custom.Source] = ()) -> None:
+        """Write the files of a new run, to a claimed folder; `config.json` last, which makes it one.
+
+        The files of custom layers are copied to `source/`, under their names.
+        """
+        for source in sources:
+            (self.path / "source").mkdir(exist_ok=True)
+            write_text(self.path / "source" / source.path.name, source.text)
         tokenizers.save(tokenizer, self.path / "tokenizer.json")
         write_text(self.path / "config.json", config_json)
 
