@@ -82,10 +82,9 @@ def test_greedy_text_with_learned_positions_is_of_the_last_half_beyond_context(k
 @pytest.mark.parametrize("positions", ["alibi", pytest.param("rotary", marks=pytest.mark.slow)])
 def test_other_positions_beyond_context_roll(positions):
     """In one layer, rolling is attention to a window of the context's size."""
-    model, params = gpt(positions)
-    windowed = GPT.of(
-        **SIZES | {"context": 64}, num_layers=1, positions=positions, attention={"window": 8, "qk_norm": False}
-    )
+    _, params = gpt(positions)
+    window = {"context": 64, "num_layers": 1, "attention": {"window": 8, "qk_norm": False}}
+    windowed = GPT.of(**SIZES | window, positions=positions)
     text, following = [1, 2, 3], most_likely(windowed, params, size=23)
     for _ in range(20):
         text.append(following(text))
