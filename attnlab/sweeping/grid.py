@@ -92,7 +92,7 @@ def config_of(options: Sequence[str]) -> ConfigDict:
     commands.parse(values, argv)
     config, _ = commands.config_of(values)
     config = configs.completed(config)
-    configs.check_effects(config)
+    configs.check_new(config)
     return config
 
 
