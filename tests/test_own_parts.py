@@ -127,9 +127,7 @@ def test_part_of_a_gpt_beside_an_own_model_is_an_error(tmp_path):
 
 
 def test_compare_checks_a_mixer_before_any_run(tmp_path, capsys):
-    (tmp_path / "bad.py").write_text(
-        SOURCE.replace("return self._out(z,", "return self._out(z + v.mean(axis=1, keepdims=True),")
-    )
+    (tmp_path / "bad.py").write_text(SOURCE.replace("self._out(z,", "self._out(z + v.mean(axis=1, keepdims=True),"))
     words = ["compare", *SMALL, "--variant=softmax:", f"--variant=mine: model.mixer={tmp_path}/bad.py:Average"]
     words += ["--seeds=2", f"--workdir={tmp_path}/compared", "--dry_run"]
     assert compare.main(words) == 2

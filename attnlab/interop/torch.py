@@ -8,8 +8,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from attnlab.interop import tensors
-from attnlab.interop.huggingface import reading, weights, writing
-from attnlab.interop.huggingface.mixer_tensors import linear
+from attnlab.interop.huggingface import conversion, weights
+from attnlab.interop.huggingface.tensor_names import linear
 from attnlab.interop.tensors import Tensor
 from attnlab.nn import GPT, Block, Mlp, MultiHeadAttention
 from attnlab.support.errors import UserError
@@ -77,7 +77,7 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
     """Load a `ckpt.pt` of nanoGPT as a `GPT` and its variables.
 
     nanoGPT uses the exact GELU; until its commit 594068e of May 2023 it used the tanh form, and checkpoints do not
-    record it: for older checkpoints use `model.clone(activation="gelu_tanh")`. The tokenizer is not in the checkpoint:
+    record it: for older checkpoints use `model.replace(activation="gelu_tanh")`. The tokenizer is not in the checkpoint:
     a character vocabulary is in `meta.pkl` of the data folder, otherwise it is GPT-2's.
 
     Args:
@@ -90,7 +90,17 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
       UserError: a missing file or one not from nanoGPT; a missing or unexpected tensor, or one of another shape.
 
     >>> import tempfile, torch
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6, activation="gelu")
+    >>> model = GPT.of(
+    ...     vocab_size=10,
+    ...     num_layers=1,
+    ...     num_heads=2,
+    ...     width=8,
+    ...     context=6,
+    ...     positions="learned",
+    ...     activation="gelu",
+    ...     use_bias=True,
+    ...     attention={"qk_norm": False},
+    ... )
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> sizes = {"vocab_size": 10, "n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 6, "bias": True}
     >>> path = Path(tempfile.mkdtemp()) / "ckpt.pt"
@@ -122,7 +132,7 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
     rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), sizes.get("dropout", 0.0))
     config = {name: sizes[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
     config |= {"n_positions": sizes["block_size"], "activation_function": "gelu", **rates}
-    model = reading.make_model(config, str(path)).clone(use_bias=use_bias)
+    model = conversion.make_model(config, str(path)).replace(use_bias=use_bias)
     return model, {"params": weights.load_state(model, state, str(path), transposed=True)}
 
 
@@ -136,16 +146,16 @@ def to_nanogpt(model: GPT, params) -> dict:
     Raises:
       UserError: an option that nanoGPT does not have; parameters of another model.
 
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6, activation="gelu", use_bias=False)
+    >>> model = GPT.of(width=8, num_heads=2, positions="learned", activation="gelu", attention={"qk_norm": False})
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> to_nanogpt(model, params)["transformer.h.0.attn.c_attn.weight"].shape
     torch.Size([24, 8])
     """
-    writing.make_config(model, "gpt2")  # raises for other options
+    conversion.make_config(model, "gpt2")  # raises for other options
     state = weights.unload_state(model, tensors.bare(params), transposed=True)
     for field, only in (("activation", "gelu"), ("mlp_ratio", 4), ("norm_epsilon", 1e-5)):
-        if getattr(model, field) != only:
-            raise UserError(f"model.{field} = {getattr(model, field)!r}: nanoGPT supports only {only!r}")
+        if getattr(model.config, field) != only:
+            raise UserError(f"model.{field} = {getattr(model.config, field)!r}: nanoGPT supports only {only!r}")
     return tensors.as_torch(state, "to_nanogpt")
 
 

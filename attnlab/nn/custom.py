@@ -238,7 +238,7 @@ def _text(path: Path) -> str:
         raise UserError(f"{path}: {getattr(error, 'strerror', error)}: expected a Python file") from error
 
 
-def _is_class(value, base: type) -> bool:
+def _is_class(value, base) -> bool:
     return isinstance(value, type) and issubclass(value, base)
 
 

@@ -34,6 +34,8 @@ class DifferentialAttention(MultiHeadAttention):
 
     norm_epsilon: float = 1e-5
 
+    takes: ClassVar[tuple[str, ...]] = ("head_dim", "kv_heads", "qkv_bias", "qk_norm", "qk_norm_joint", "scale", "impl")
+
     def operands(self, batch, length, features):
         q, k, v = super().operands(batch, length, features)
         return q, k, jax.ShapeDtypeStruct((*v.shape[:2], 2 * v.shape[2], v.shape[3]), v.dtype)
@@ -44,12 +46,6 @@ class DifferentialAttention(MultiHeadAttention):
             name, odd = ("num_heads", self.num_heads) if self.num_heads % 2 else ("kv_heads", heads)
             raise FieldError(name, odd, "expected an even number, as differential attention has two maps a head")
         return heads // 2, 2 * size
-
-    def project(self, x, memory, context):
-        for name in ("sinks", "value_residual", "output_gate"):
-            if getattr(self, name):
-                raise ValueError(f"{name} = True: differential attention has none, leave it out")
-        return super().project(x, memory, context)
 
     def attend(self, q, k, v, terms, context):
         share = self._share(q.shape[-1]) + _start(context)
@@ -81,10 +77,6 @@ def _start(context):
 
 class DifferentialConfig(AttentionConfig, of=DifferentialAttention, kind="differential"):
     """Differential attention."""
-
-    sinks: ClassVar[bool] = False
-    value_residual: ClassVar[bool] = False
-    output_gate: ClassVar[bool] = False
 
     def shared(self, model):
         return super().shared(model) | {"norm_epsilon": model.norm_epsilon}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Context(NamedTuple):
-    """What a layer knows of a call besides its inputs and its cache. All may be None but the layer's number.
+    """The arguments of a layer besides its inputs and its cache. All may be None but the layer's number.
 
     Attributes:
       mask: and-ed with the layer's own. With a cache, its keys are the cache's S slots.
@@ -32,6 +32,10 @@ class Context(NamedTuple):
       dropout_key: one key, or one per example `[B]`; None for no dropout.
       layer: the layer's number in its model, from 0.
       first_values: `[B, T, Hk, D]`, the values of the first layer, for value residuals; None in that layer.
+
+    >>> layer, call = DifferentialAttention(num_heads=2), Context(layer=3)  # as the fourth layer of a model
+    >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)), call, method="forward")[0].out.shape
+    (2, 5, 8)
     """
 
     mask: Mask | None = None
@@ -44,12 +48,15 @@ class Context(NamedTuple):
 
 
 class LayerOut(NamedTuple):
-    """What a layer returns.
+    """The results of a layer.
 
     Attributes:
       out: `[B, T, Fo]`, in blocks as wide as the inputs.
       cache: the extended cache; None in a call without one.
       values: `[B, T, Hk, D]` of a layer with a value residual; None for others.
+
+    >>> LayerOut(jnp.ones((2, 5, 8)))._replace(cache=MixerState()).cache.length is None
+    True
     """
 
     out: Float[Array, "B T Fo"]
@@ -68,7 +75,8 @@ class Layer(nn.Module):
     """
 
     operator: ClassVar[str | None] = None  # the function of `attnlab` that mixes the tokens
-    value_residual = False  # whether it returns values, and takes those of the first layer
+    takes: ClassVar[tuple[str, ...] | None] = None  # a base class's options that the layer has; None for all
+    value_residual = False  # whether it returns its values, and takes the first layer's
     dropout_rate = 0.0
 
     @property
@@ -135,6 +143,14 @@ class Layer(nn.Module):
         found = self.forward(x, context._replace(dropout_key=key), cache, **others)
         return found.out if cache is None else (found.out, found.cache)
 
+    def check_options(self) -> None:
+        """Raise FieldError for an option of a base class that is set, and that the layer does not take."""
+        for field in dataclasses.fields(self):
+            is_taken = "option" not in field.metadata or field in option_fields(type(self))
+            if not is_taken and getattr(self, field.name) != field.default:
+                expected = f"{type(self).__name__} has no such option: remove it"
+                raise FieldError(field.name, getattr(self, field.name), expected)
+
     def check_cache(self, cache, batch: int, features: int, name: str = "cache") -> None:
         """Raise ValueError unless a cache has the type and the shapes of `init_cache`, for some capacity."""
         leaves = jax.tree.leaves(cache)
@@ -182,16 +198,16 @@ class LayerConfig:
 
     def __init_subclass__(cls, of: type[Layer] | None = None, kind: str = ""):
         cls.kind = kind or cls.kind
-        own = inspect.get_annotations(cls)
+        own = dict(inspect.get_annotations(cls))
         if of is not None:
-            known = {
-                *own,
-                *(field.name for field in dataclasses.fields(cls)),
-            }  # what the config says itself, or its base
-            cls.module, declared = of, {field.name: field for field in _declared(of) if field.name not in known}
-            for name, field in declared.items():
+            known, declared = {field.name for field in dataclasses.fields(cls)}, option_fields(of)
+            missing = {field.name for field in option_fields(cls.module)} - {field.name for field in declared}
+            added = {field.name: field for field in declared if field.name not in known | own.keys()}
+            for name, field in added.items():
                 setattr(cls, name, dataclasses.field(default=field.default, metadata=field.metadata))
-            cls.__annotations__ = {name: field.type for name, field in declared.items()} | own
+            # A class variable is no field, also where a base has one.
+            removed = dict.fromkeys(missing & known - own.keys(), ClassVar[Any])
+            cls.module, cls.__annotations__ = of, {name: field.type for name, field in added.items()} | removed | own
         dataclasses.dataclass(frozen=True)(cls)
 
     def __post_init__(self):
@@ -203,7 +219,7 @@ class LayerConfig:
 
     def make(self, model: "ModelConfig") -> Layer:
         """The layer, without a parent."""
-        chosen = {field.name: getattr(self, field.name) for field in _declared(self.module)}
+        chosen = {field.name: getattr(self, field.name) for field in option_fields(self.module)}
         return self.module(**chosen | self.shared(model), parent=None)
 
     def shared(self, model: "ModelConfig") -> dict[str, Any]:
@@ -221,5 +237,8 @@ class LayerConfig:
             raise FieldError(f"{self.kind}.{name}", error.value, error.expected) from None
 
 
-def _declared(module: type[Layer]) -> list[dataclasses.Field]:
-    return [field for field in dataclasses.fields(module) if "option" in field.metadata]
+def option_fields(module: type[Layer]) -> list[dataclasses.Field]:
+    """The fields of a layer that are options: those that it declares, and those of base classes that it takes."""
+    own, takes = inspect.get_annotations(module), module.takes
+    fields = (field for field in dataclasses.fields(module) if "option" in field.metadata)
+    return [field for field in fields if takes is None or field.name in takes or field.name in own]

@@ -171,7 +171,9 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
             context = context._replace(positions=cache.length[:, None] + jnp.arange(x.shape[1]))
         q, k, v = self.project(x, memory, context)
         q, k, own = (taps.tap(self, name, y) for name, y in (("q", q), ("k", k), ("v", v)))
-        k, v, terms, cache = self.extend(x, memory, k, own, context, cache)
+        k, v, terms, cache = self.extend(x, k, own, context, cache)
+        if inputs_kv is not None:
+            terms["kv_positions"] = None
         z, weights = self.attend(q, k, v, terms, context)
         z = seen(self, z, weights, v, lambda z: self.after(z, own, x, context), "dropout_rate" in terms)
         out = projections.out(self, self.out_features or x.shape[-1], use_bias=self.use_bias)(z)
@@ -179,6 +181,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
 
     def project(self, x, memory, context: Context):
         """Queries of x, keys and values of the memory, `[B, T, heads, D]`, normalized and rotated."""
+        self.check_options()
         width, (kv_heads, head_dim) = x.shape[-1], self._of_keys(x.shape[-1])
         if self.head_dim is None and width % self.num_heads:
             raise ValueError(f"width {width} is not divisible by {self.num_heads} heads: change one, or give head_dim")
@@ -201,16 +204,15 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
             v = v if context.first_values is None else v + share * (context.first_values - v)
         return q, k, v
 
-    def extend(self, x, memory, k, v, context: Context, cache: KVCache | None):
+    def extend(self, x, k, v, context: Context, cache: KVCache | None):
         """(Keys, values, the other arguments of the operator, the extended cache): the cache's tokens and these."""
-        mask, positions = mask_of(self, context, cache), context.positions
-        kv_positions = positions if memory is x else None
+        mask, kv_positions = mask_of(self, context, cache), context.positions
         forget, kv_forget = self._forget_sums(x) if self.forget_gate else None, None
         if cache is not None:
             fresh = KVCache(k, v, None, forget)
             keys, kv_positions, mask, cache = step(cache, fresh, mask, self.num_heads, context.lengths)
             k, v, _, kv_forget = keys
-        terms = {"mask": mask, "q_positions": positions, "kv_positions": kv_positions}
+        terms = {"mask": mask, "q_positions": context.positions, "kv_positions": kv_positions}
         mods = as_tuple(self.score_mod)
         terms["score_mod"] = mods if forget is None else (*mods, Forget(forget, kv_forget))
         return k, v, terms | dropout_of(self, context), cache
@@ -223,7 +225,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         return out, lambda rows=None: attention_weights(q, k, rows=rows, **without_dropout(terms))
 
     def after(self, z, v, x, context: Context):
-        """The input of the output projection: z `[B, T, H, Dv]`, given the tokens' own values and inputs."""
+        """The input of the output projection, from z `[B, T, H, Dv]`, and the tokens' own values and inputs."""
         gate = nn.sigmoid(self._heads(x, self.num_heads, "gate", z.shape[-1])) if self.output_gate else None
         return z if gate is None else z * gate
 

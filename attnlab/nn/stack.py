@@ -138,7 +138,7 @@ def _reshaped(x: jax.ShapeDtypeStruct, shape, split) -> jax.ShapeDtypeStruct:
 def fold(model, x, context: Context, keys, caches):
     """(The residual stream `[B, T, F]` after the layers of a `GPT` that is being applied, the extended caches or None).
 
-    `context` is that of all layers, `keys` are dropout keys, one per example, and `caches` one per layer.
+    `context` is the same for all layers, `keys` are dropout keys, one per example, and `caches` one per layer.
     """
     params = model.variables.get("params", {})
     if not is_stacked(params):
@@ -230,5 +230,5 @@ def _at(context: Context, layer, keys) -> Context:
 
 
 def _with_values(context: Context, found: LayerOut) -> Context:
-    """The context of the layers after one: the first values are those of the first layer that has any."""
+    """The context of the layers after one: the first layer that has any sets the first values."""
     return context._replace(first_values=found.values) if context.first_values is None else context

@@ -23,15 +23,20 @@ class StickBreakingAttention(MultiHeadAttention):
     """
 
     operator: ClassVar[str | None] = "stick_breaking_attention"
+    takes: ClassVar[tuple[str, ...]] = (
+        *("head_dim", "kv_heads", "qkv_bias", "qk_norm", "qk_norm_joint", "scale", "impl"),
+        *("value_residual", "output_gate"),
+    )
 
     def project(self, x, memory, context):
-        if memory is not x:
-            raise ValueError("stick-breaking attention needs queries and keys of one sequence: leave out inputs_kv")
-        unset = {"score_mod": None, "dropout_rate": 0.0, "sinks": False, "forget_gate": False}
+        unset = {"score_mod": None, "dropout_rate": 0.0, "forget_gate": False}
         for name, value in unset.items():
             if getattr(self, name) != value:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: stick-breaking attention has none, leave it out")
         return super().project(x, memory, context)
+
+    def _check_cross(self, cache):
+        raise ValueError("stick-breaking attention needs queries and keys of one sequence: leave out inputs_kv")
 
     def attend(self, q, k, v, terms, context):
         options = {name: terms[name] for name in ("mask", "q_positions", "kv_positions")} | {"scale": self.scale}
@@ -50,8 +55,6 @@ class StickBreakingConfig(AttentionConfig, of=StickBreakingAttention, kind="stic
     soft_cap: ClassVar[None] = None
     rotary: ClassVar[None] = None
     score_mod: ClassVar[None] = None
-    sinks: ClassVar[bool] = False
-    impl: ClassVar[str] = "auto"
 
     def shared(self, model):
         return super().shared(model) | {"score_mod": None, "dropout_rate": 0.0}

@@ -118,12 +118,6 @@ class _Listener:
         if not is_call or module.is_initializing() or (path := "/".join(module.path)) in self.running:
             return call(*args, **kwargs)
         self.running.add(path)
-        try:
-            return self._heard(module, path, call, args, kwargs)
-        finally:
-            self.running.remove(path)
-
-    def _heard(self, module, path, call, args, kwargs):
         port, is_norm = taps.LinenPort(module), isinstance(module, NORMS)
         if isinstance(module, (*OURS, nn.MultiHeadDotProductAttention)):
             self._require_collections(module, path)
@@ -132,6 +126,7 @@ class _Listener:
         hear = functools.partial(heard, self.calls, path, type(module).__name__, port, is_tapped and not is_norm)
         with tapped_attention(module, port):
             x, out, stream = hear(call, args, kwargs, **about)
+        self.running.remove(path)
         if is_tapped and is_norm:
             return _tapped_norm(module, port, x, out)
         if _is_in(path, self.tapped) and not is_tapped and isinstance(stream, jax.Array):
@@ -162,9 +157,8 @@ def heard(calls, path: str, kind: str, port, is_block: bool, call, args: tuple, 
     calls[path] = noted._replace(is_stream=is_stream and stream.shape == x.shape)
     if is_block:
         stream = taps.tap(port, "out", stream)
-        if isinstance(out, LayerOut):
-            return x, out._replace(out=stream), stream
-        out = (stream, *out[1:]) if isinstance(out, tuple) else stream
+        edited = (stream, *out[1:]) if isinstance(out, tuple) else stream
+        out = LayerOut(*edited) if isinstance(out, LayerOut) else edited
     return x, out, stream
 
 

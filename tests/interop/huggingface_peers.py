@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from attnlab.interop.huggingface import from_hf
+from attnlab.nn import GPT
 
 SIZES = {
     "vocab_size": 67,
@@ -232,6 +233,11 @@ def kept(name: str) -> tuple[dict, dict]:
 def ours(name: str):
     """The same as our model and its parameters."""
     return from_hf(*kept(name))
+
+
+def gpt2(**values) -> GPT:
+    """A GPT-2 of these sizes, with biases unless they say otherwise."""
+    return GPT.of(**{"positions": "learned", "use_bias": True, "attention": {"qk_norm": False}} | values)
 
 
 def assert_same(one, other):

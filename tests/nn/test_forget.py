@@ -122,7 +122,6 @@ def test_sums_are_float32_in_a_bfloat16_module():
     "module, options, message",
     [
         (MODULE, {"inputs_kv": X}, "forget_gate needs queries and keys of one sequence"),
-        (MODULE, {"cache": EMPTY._replace(forget=None)}, "cache has key, value, length, expected .*, forget: make"),
         (MODULE, {"cache": EMPTY._replace(forget=EMPTY.forget[..., :2])}, r"shape \(2, 8, 2\), expected \(2, 8, 4\)"),
         (MODULE, {"cache": EMPTY._replace(forget=EMPTY.forget.astype(jnp.bfloat16))}, "expected float32 or float64"),
         (MODULE.clone(forget_gate=False), {"cache": EMPTY}, "length, forget, expected key, value, length: make"),

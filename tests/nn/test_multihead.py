@@ -81,9 +81,7 @@ def test_sinks_start_at_zero_and_take_weight():
         ({"kv_heads": 3}, {}, "num_heads = 4 .*kv_heads = 3"),
         ({}, {"inputs_kv": MEMORY, "cache": EMPTY}, "cache is for self-attention"),
         ({}, {"positions": np.arange(6), "cache": EMPTY}, "cache .*leave out positions"),
-        ({}, {"cache": KVCache.empty(3, 8, 4, 2)}, r"cache.key has shape \(3, 8, 4, 2\).*\(2, 8, 4"),
-        ({}, {"cache": KVCache.empty(2, 8, 2, 2)}, r"expected \(2, 8, 4, 2\): make it with init_cache\(batch=2"),
-        ({}, {"cache": KVCache.empty(2, 8, 4, 3)}, r"cache.key has shape \(2, 8, 4, 3\), expected \(2, 8, 4, 2\)"),
+        ({}, {"cache": KVCache.empty(2, 8, 4, 3)}, r"key has shape \(2, 8, 4, 3\), .*4, 2\): make it with init_cache"),
         ({}, {"cache": KVCache.empty(2, 8, 4, 2, int)}, "cache.key has type int"),
         ({}, {"cache": EMPTY._replace(length=np.array([0]))}, r"cache.length has shape \(1,\)"),
         ({}, {"cache": EMPTY._replace(length=np.zeros(2))}, "cache.length has type float64"),
@@ -97,6 +95,12 @@ def test_multihead_invalid_argument_raises_one_line(options, call, message, own_
     with pytest.raises(ValueError, match=message) as error:
         jax.eval_shape(lambda: MultiHeadAttention(**({"num_heads": 4} | options)).init(jax.random.key(0), X, **call))
     assert "\n" not in str(error.value)
+
+
+def test_cross_attention_to_the_same_array_equals_that_to_a_copy():
+    module, positions = MultiHeadAttention(4, mask=Causal()), np.arange(6) + 2
+    apply = functools.partial(module.apply, parameters(module, X), X, positions=positions)
+    np.testing.assert_array_equal(apply(X), apply(X.copy()))
 
 
 FULL = [MultiHeadAttention(4, kv_heads=2, mask=Causal(), rotary=100.0, forget_gate=True), *relatives.MODULES.values()]

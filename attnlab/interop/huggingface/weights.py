@@ -8,8 +8,7 @@ from flax import traverse_util
 
 from attnlab.interop import tensors
 from attnlab.interop.huggingface import tensor_names
-from attnlab.interop.huggingface.families import FAMILIES
-from attnlab.interop.huggingface.writing import with_biases
+from attnlab.interop.huggingface.families import FAMILIES, with_biases
 from attnlab.interop.tensors import Tensor
 from attnlab.nn import GPT, stack_layers
 from attnlab.nn.stack import is_stacked
@@ -31,17 +30,17 @@ def load_state(
     dtype=jnp.float32,
 ) -> dict:
     """Read the parameters of a GPT from a state dict with the names of a family; `interleaved` as in its config."""
-    state, base = _renamed(state, FAMILIES[family].file_names), _prefix(family)
+    state, base = _renamed(state, FAMILIES[family].names.file_parts), _prefix(family)
     prefix = base if any(key.startswith(base) for key in state) else ""
     table = _table(model, family, prefix, transposed, interleaved)
-    ignored = _without_parameters(model, prefix) + ([_HEAD] if model.tie_embeddings else [])
-    ignored += _extra_heads(state, model, prefix) if FAMILIES[family].extra_heads else []
+    ignored = _without_parameters(model, prefix) + ([_HEAD] if model.config.tie_embeddings else [])
+    ignored += _extra_heads(state, model, prefix)
     tensors.check_names(table, state, name, ignored)  # before shapes are traced, of all layers of a damaged config
     shapes = tensors.shapes_of(model, _TOKENS)
     if callable(shardings):
         shardings = shardings(shapes)
     table, shapes = _stacked_as(shardings, table, shapes)
-    if model.tie_embeddings and _HEAD in state:
+    if model.config.tie_embeddings and _HEAD in state:
         _check_tied(state, table[0], name)
     return tensors.load(table, state, shapes, name, ignored, shardings=shardings, dtype=dtype)
 
@@ -50,7 +49,7 @@ def unload_state(model: GPT, params, family: str = "gpt2", *, transposed: bool =
     """The state dict of a GPT's parameters with the names of a family, the inverse of `load_state`."""
     table, params = prepared(model, params, family, transposed)
     state = tensors.unload(table, params)
-    return state | ({_HEAD: state[table[0].name]} if model.tie_embeddings else {})
+    return state | ({_HEAD: state[table[0].name]} if model.config.tie_embeddings else {})
 
 
 def prepared(model: GPT, params, family: str, transposed: bool = False) -> tuple[list[Tensor], dict]:
@@ -58,7 +57,7 @@ def prepared(model: GPT, params, family: str, transposed: bool = False) -> tuple
     table, params = _checked(model, params, family, transposed)
     if family != "gpt2" or transposed:
         return table, params
-    full = with_biases(model)
+    full = GPT(with_biases(model.config))
     flat = traverse_util.flatten_dict(params, sep="/")
     shapes = tensors.shapes_of(full, _TOKENS)
     table, shapes = _stacked_as(params, _table(full, family), shapes)
@@ -71,7 +70,7 @@ def _checked(model: GPT, params, family: str, transposed: bool):
     shapes = tensors.shapes_of(model, _TOKENS)
     table, shapes = _stacked_as(params, _table(model, family, transposed=transposed), shapes)
     tensors.check(params, shapes, "the model")
-    params = _with_scales_folded(_without_padding(params, model.vocab_size))
+    params = _with_scales_folded(_without_padding(params, model.config.vocab_size))
     return [tensor for tensor in table if tensor.constant is None], params
 
 
@@ -108,17 +107,17 @@ def _table(
 ) -> list[Tensor]:
     prefix = _prefix(family) if prefix is None else prefix
     if family == "gpt2":
-        return tensor_names.gpt2(model, prefix, transposed)
-    return tensor_names.decoder(model, FAMILIES[family], prefix, interleaved)
+        return tensor_names.gpt2(model.config, prefix, transposed)
+    return tensor_names.decoder(model.config, FAMILIES[family].names, prefix, interleaved)
 
 
 def _prefix(family: str) -> str:
     """The beginning of the names of all tensors but the output layer's."""
-    return "transformer." if family == "gpt2" else f"{FAMILIES[family].names.get('model', 'model')}."
+    return "transformer." if family == "gpt2" else f"{FAMILIES[family].names.parts.get('model', 'model')}."
 
 
 def _renamed(state: Mapping, names: Mapping[str, str]) -> Mapping:
-    """A state dict of a file with the names that transformers' modules have; `names` as in `Family.file_names`."""
+    """A state dict of a file with the names that transformers' modules have; `names` as in `Names.file_parts`."""
     order = list(names)
     found = {}
     for key in state:
@@ -139,14 +138,14 @@ def _joined(parts, name: str) -> np.ndarray:
 def _without_parameters(model: GPT, prefix: str) -> list[str]:
     """Names in older files that hold no parameters: causal masks, and frequencies of rotary positions."""
     names = ("h.{}.attn.bias", "h.{}.attn.masked_bias", "layers.{}.self_attn.rotary_emb.inv_freq")
-    return [prefix + name.format(layer) for layer in range(model.num_layers) for name in names]
+    return [prefix + name.format(layer) for layer in range(model.config.num_layers) for name in names]
 
 
 def _extra_heads(state: Mapping, model: GPT, prefix: str) -> list[str]:
     """Names of the layers after the last that are heads for later tokens."""
     numbered = {key: key.removeprefix(f"{prefix}layers.").partition(".")[0] for key in state}
     heads = {n for key, n in numbered.items() if n.isdigit() and key == f"{prefix}layers.{n}.eh_proj.weight"}
-    return [key for key, n in numbered.items() if n in heads and int(n) >= model.num_layers]
+    return [key for key, n in numbered.items() if n in heads and int(n) >= model.config.num_layers]
 
 
 def _check_tied(state: Mapping, embedding: Tensor, name: str) -> None:

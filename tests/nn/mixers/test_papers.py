@@ -71,8 +71,7 @@ DOCUMENTS = (2, 6, 4)
 def test_layer_in_padded_pieces_and_packed_equals_its_paper_in_float64(float64, name):
     module, paper = ALL[name]
     variables = parameters(module, X)
-    capacity = (37 + PADDING,) if name in relatives.MODULES else ()
-    cache = jax.tree.map(np.asarray, module.init_cache(2, 8, *capacity))
+    cache = jax.tree.map(np.asarray, module.init_cache(2, 8, capacity=37 + PADDING))
     cache = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, cache)
     segments = np.repeat(np.arange(3), DOCUMENTS)[None].repeat(2, axis=0)
     padded = np.concatenate([X[:, :FIRST], np.full((2, PADDING, 8), 1e3)], axis=1)
