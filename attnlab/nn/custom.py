@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from attnlab.nn.config import KINDS
+from attnlab.nn.config import KINDS, ModelConfig
 from attnlab.nn.layer import Layer, LayerConfig
 from attnlab.nn.mixers.interface import RecurrentConfig, RecurrentMixer
 from attnlab.nn.multihead import AttentionConfig, MultiHeadAttention
@@ -176,10 +176,13 @@ def _defined(node) -> list[str]:
 
 def _add(value, name: str, source: Source | None) -> str:
     config = _config_of(value, name)
+    if not name.isidentifier() or name in {field.name for field in dataclasses.fields(ModelConfig)}:
+        raise UserError(f"{name!r}: expected a name such as 'mine', and none of a field of ModelConfig")
     known = _SOURCES.get(name)
-    if name in KINDS and (known is None or known.sha256 != source.sha256):  # programs know a kind by its name
-        why = "is a kind of attnlab: choose another name" if known is None else "has changed: restart Python"
-        raise UserError(f"{name!r} {why}")
+    if name in KINDS and (known is None or source is None or known.sha256 != source.sha256):  # programs know its name
+        if not is_custom(name):
+            raise UserError(f"{name!r} is a kind of attnlab: choose another name")
+        raise UserError(f"{name!r} has changed: restart Python, or choose another name")
     KINDS[name] = config
     if source is not None:
         _SOURCES[name] = source
