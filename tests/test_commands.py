@@ -55,7 +55,7 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--config.data.path="], r"--config.data.path= is empty"),
         ([QUICKSTART, "--config.data.name=quijote", "--config.data.path=x"], r"data.name has no effect beside"),
         ([QUICKSTART, "--config.data.feature=x"], r"data.feature = 'x', but python_docs has no features"),
-        ([QUICKSTART, "--config.data.tokenizer=byte", "--config.data.vocab_size=300"], r"300 has no effect with token"),
+        ([QUICKSTART, "--config.data.tokenizer=byte", "--config.data.vocab_size=300"], r"300: it has no effect with token"),
         ([QUICKSTART, "--config.optimizer.b2=0.9", "--config.optimizer.b2_halflife=9"], r"b2_halflife = 0$"),
         ([QUICKSTART, "--config.optimizer.muon_momentum=0.9"], r"leave it at 0.95, or choose name = muon"),
         ([QUICKSTART, "--config.optimizer.ema=1"], r"ema = 1.0: expected a number from 0 to 0.9999999$"),
@@ -78,7 +78,7 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--import=/dev/zero"], r"/dev/zero: not a regular file"),
         ([QUICKSTART, "--config.model.num_layers=2147483647"], r"num_layers = 2147483647: .* 1 to 10000"),
         (["--config=./" + 300 * "x"], r"File name too long"),
-        ([QUICKSTART, "--config.model.num_heads=3"], r"width = 128 .*num_heads = 3"),
+        ([QUICKSTART, "--config.model.num_heads=3"], r"width = 128: .*num_heads = 3"),
         ([QUICKSTART, "--config.model.positions=rotery"], r"'rotery': .*did you mean rotary\?"),
         ([QUICKSTART, "--config.model.attention.impl=flash"], r"model.attention.impl = 'flash': .*auto"),
         ([QUICKSTART, "--config.batch_size=10"], r"batch_size = 10 .*4 × 1"),
@@ -112,7 +112,7 @@ def test_train_on_an_unusable_text_is_one_line(capsys, tmp_path, content, messag
         ("def get_config(): return 1 / 0", "ZeroDivisionError: division by zero"),
         ("def get_config(): return 3", r"get_config\(\) returned 3"),
         (f"{DEFAULT}; c.optimizer.learning_rat = 3.0; return c", r"learning_rat .*did you mean optimizer.lea"),
-        (f"{DEFAULT}; c.model = dict(width=64); return c", "config.model.num_layers is missing"),
+        (f"{DEFAULT}; c.model = dict(width=64); return c", "config.model.vocab_size is missing"),
     ],
 )
 def test_train_with_a_failing_config_file_is_one_line(capsys, tmp_path, source, message):
