@@ -352,12 +352,16 @@ def renamed(field: str) -> str:
 
 
 def _check_fields(config: ConfigDict) -> None:
-    known = declared()
-    for field in fields(config):
+    known, present = declared(), fields(config)
+    for field in present:
         if now := renamed(field):
             raise UserError(f"config.{field} is now config.{now}")
         if field not in known:
             raise UserError(f"config.{field} is not a field{nearest(field, known) or '; see attnlab train --help'}")
+    kinds = tuple(f"model.{kind}." for kind in KINDS)  # of which some may be newer than the config
+    for field in known:
+        if field not in present and not field.startswith(kinds):
+            raise UserError(f"config.{field} is missing: start from attnlab.config.default()")
 
 
 def check(config: ConfigDict) -> None:

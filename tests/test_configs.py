@@ -25,7 +25,7 @@ def module(file):
 
 def parameters(config, vocab_size):
     config.precision = "float32"
-    model = GPT.from_config(config, vocab_size)
+    model = GPT(configs.model_config(config, vocab_size))
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
@@ -37,7 +37,7 @@ def test_experiment_builds_and_documents_its_command(named):
     assert bool(inspect.signature(file.get_config).parameters) == bool(variant)
     config = configs.completed(file.get_config(*[variant] * bool(variant)))
     assert f"attnlab train --config={name}" in file.__doc__
-    configs.check_effects(config)
+    configs.check_new(config)
     assert parameters(config, vocab_size=100) > 10_000
 
 
@@ -59,7 +59,7 @@ def test_unknown_variant_lists_the_known_ones():
 
 def test_config_round_trips_through_json():
     config = configs.default()
-    config.model.window = 7
+    config.model.attention.window = 7
     saved = json.loads(configs.to_json(config))
     assert configs.fields(configs.from_dict(saved)) == configs.fields(config)
     assert configs.difference(saved, config) == ""

@@ -68,7 +68,7 @@ def test_load_takes_the_newest_the_best_or_a_numbered_checkpoint(undisturbed, tm
     model, params, tokenizer, config = attnlab.load(undisturbed)
     assert sha256(params["params"]) == runs.records(undisturbed)[-1]["params_sha256"]
     assert jax.tree.leaves(params)[0].sharding.device_set == {jax.devices()[0]}
-    assert config.model.width == model.width == 16
+    assert config.model.width == model.config.width == 16
     logits = jax.eval_shape(model.apply, params, tokenizer.encode("The ")[None])
     assert logits.shape == (1, 4, tokenizer.vocab_size)
     assert {sha256(attnlab.load(undisturbed, step).params) for step in (12, "12")} == {sha256(params)}

@@ -134,10 +134,10 @@ def test_run_resumes_with_its_own_tokenizer_when_its_text_moved(unfinished_own_t
 
 @pytest.mark.slow
 def test_run_whose_pattern_does_not_divide_its_layers_is_loaded(tmp_path):
-    config = runs.quick(steps=2, model__pattern="attention conv", model__num_layers=5, model__scan=True)
+    config = runs.quick(steps=2, model__layers="attention conv", model__num_layers=5, model__scan=True)
     assert train.train(config, tmp_path / "run") == 0
     model, params, _, _ = attnlab.load(tmp_path / "run")
-    assert len(params["params"]) > 5 and model.num_layers == 5
+    assert len(params["params"]) > 5 and model.config.num_layers == 5
 
 
 def test_own_model_optimizer_callback_and_tracker_train_and_resume(tmp_path, capsys):
@@ -338,8 +338,8 @@ def test_run_ended_early_goes_on_without_patience_as_if_never_stopped(ended_earl
 
 def test_auto_is_saved_as_what_it_stands_for_and_kept_on_other_hardware(tmp_path, monkeypatch, capsys):
     """In a run with other options."""
-    options = {"model__positions": "alibi", "model__window": 8, "model__kv_heads": 1, "sample__length": 0}
-    config = runs.quick(precision="auto", steps=6, **options)
+    config = runs.quick(precision="auto", steps=6, model__positions="alibi", sample__length=0)
+    config.model.attention.update(window=8, kv_heads=1)
     monkeypatch.setattr(precision, "_cpu_flags", lambda: {"avx512_bf16"})
     with pytest.raises(runs.CrashError):
         train.train(config, tmp_path / "run", on_step=runs.crash_at(5))

@@ -15,8 +15,8 @@ from tests.runs import shared_programs as shared_programs  # a fixture of this m
 
 FIELDS = {
     "data.name": "task:induction kinds=2", "steps": 60, "precision": "float32", "batch_size": 64,
-    "parallel.mesh.data": 1, "optimizer.warmup_steps": 5, "model.num_layers": 1, "model.mixer": "conv",
-    "model.recurrence.conv": 6, "model.width": 32, "model.context": 6, "eval.every": 30, "eval.windows": 100,
+    "parallel.mesh.data": 1, "optimizer.warmup_steps": 5, "model.num_layers": 1, "model.layers": "conv",
+    "model.conv.kernel_size": 6, "model.width": 32, "model.context": 6, "eval.every": 30, "eval.windows": 100,
     "checkpoint.every": 30, "log.every": 10, "log.tensorboard": False, "log.peak_tflops": 1.0,
 }  # fmt: skip
 

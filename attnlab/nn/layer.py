@@ -223,8 +223,15 @@ class LayerConfig:
         return self.module(**chosen | self.shared(model), parent=None)
 
     def shared(self, model: "ModelConfig") -> dict[str, Any]:
-        """The fields of the module that depend on the model."""
-        return {"dtype": model.dtype}
+        """The fields of the module that depend on the model: the type, heads and initializers, of those that it has."""
+        values = {
+            "dtype": model.dtype,
+            "num_heads": self.heads or model.num_heads,
+            "kernel_init": model.kernel_init,
+            "out_kernel_init": model.out_kernel_init,
+        }
+        known = {field.name for field in dataclasses.fields(self.module)}
+        return {name: value for name, value in values.items() if name in known}
 
     def check(self, model: "ModelConfig") -> None:
         """Raise FieldError for options that do not fit one another, or the model's."""

@@ -196,13 +196,6 @@ class RecurrentConfig(LayerConfig, of=RecurrentMixer):
 
     heads: int | None = option("heads of keys; None for num_heads", None, low=1)
 
-    def shared(self, model):
-        return super().shared(model) | {
-            "num_heads": self.heads or model.num_heads,
-            "kernel_init": model.kernel_init,
-            "out_kernel_init": model.out_kernel_init,
-        }
-
 
 def last(x: Float[Array, "B N ..."], count: int, lengths: Int[Array, " B"] | None):
     """The last `count` of the first `count + lengths` inputs of each sequence, of all where lengths are None."""
