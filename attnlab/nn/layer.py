@@ -180,8 +180,8 @@ def _paths(leaves) -> str:
 class LayerConfig:
     """A kind of layer and its options, in a model. Subclasses are frozen dataclasses without a decorator.
 
-    The options are the fields that the layer's module declares by `option`, with the same defaults, and those of the
-    config itself, which stands in the layer's file. A field that is a `ClassVar` is no option.
+    The options are the fields that the layer's module declares by `option`, with the same defaults, and the fields of
+    the config itself, which stands in the layer's file. A field that is a `ClassVar` is no option.
 
     >>> class MeanConfig(LayerConfig, of=Mean, kind="mean"):
     ...     offset: int = option("of the other token", 1, low=1)
@@ -245,7 +245,7 @@ class LayerConfig:
 
 
 def option_fields(module: type[Layer]) -> list[dataclasses.Field]:
-    """The fields of a layer that are options: those that it declares, and those of base classes that it takes."""
+    """The options of a layer: the fields that it declares, and the fields of base classes that it takes."""
     own, takes = inspect.get_annotations(module), module.takes
     fields = (field for field in dataclasses.fields(module) if "option" in field.metadata)
     return [field for field in fields if takes is None or field.name in takes or field.name in own]
