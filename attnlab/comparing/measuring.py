@@ -165,7 +165,7 @@ def _longer(config: ConfigDict, times: int) -> ConfigDict:
 
 
 def _mean_losses(run: loading.Run, config: ConfigDict, workdir: Path) -> np.ndarray:
-    model = run.model.clone(context=config.model.context)
+    model = run.model.replace(context=config.model.context)
     batches = texts.load(config, Workdir(workdir)).validation
 
     @jax.jit
