@@ -33,6 +33,7 @@ from attnlab.comparing.protocol import FACTORS, Protocol
 from attnlab.comparing.variants import SIZES, Variant, config_of, fields_of_file, matched, parse, size
 from attnlab.config import model_config
 from attnlab.data.tasks import named
+from attnlab.nn import custom
 from attnlab.support import workers
 from attnlab.support.errors import UserError
 from attnlab.support.files import read_json

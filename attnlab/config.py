@@ -351,13 +351,20 @@ def renamed(field: str) -> str:
     return f"model.attention.{name}" if is_attention else ""
 
 
+def unknown(field: str) -> str:
+    """Why a name is no field, with its present name, or one that is like it; "" for a field."""
+    if now := renamed(field):
+        return f"config.{field} is now config.{now}"
+    if field in (known := declared()):
+        return ""
+    return f"config.{field} is not a field{nearest(field, known) or '; see attnlab train --help'}"
+
+
 def _check_fields(config: ConfigDict) -> None:
     known, present = declared(), fields(config)
     for field in present:
-        if now := renamed(field):
-            raise UserError(f"config.{field} is now config.{now}")
-        if field not in known:
-            raise UserError(f"config.{field} is not a field{nearest(field, known) or '; see attnlab train --help'}")
+        if why := unknown(field):
+            raise UserError(why)
     kinds = tuple(f"model.{kind}." for kind in KINDS)  # of which some may be newer than the config
     for field in known:
         if field not in present and not field.startswith(kinds):

@@ -6,7 +6,8 @@ Fields in one --grid vary together: two runs, not four, of
 
     --grid "config.model.width=64,128 config.optimizer.learning_rate=1e-3,5e-4"
 
-A value with a comma is put in double quotes. None is a value where a field may be None: config.model.window=None,16.
+A value with a comma is put in double quotes. None is a value where a field may be None, as in
+config.model.attention.window=None,16.
 
 Each run is a process with a workdir of its own in --workdir, named by its values. The same command goes on where it was
 stopped or killed, and keeps the runs that are finished; with more values it trains the new ones. A run that fails does

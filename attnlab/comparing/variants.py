@@ -14,7 +14,6 @@ from attnlab import config as configs
 from attnlab.config import model_config
 from attnlab.nn import GPT
 from attnlab.support.errors import UserError
-from attnlab.support.names import nearest
 from attnlab.sweeping import grid
 from attnlab.training import flops, precision
 
@@ -50,7 +49,7 @@ def parse(texts: Sequence[str], file: str | None) -> list[Variant]:
 def _parsed(text: str) -> Variant:
     name, colon, fields = text.partition(":")
     if not colon or not name.strip():
-        raise UserError(f'--variant="{text}": expected "NAME: FIELD=VALUE FIELD=VALUE", e.g. "alibi: model.window=16"')
+        raise UserError(f'--variant="{text}": expected "NAME: FIELD=VALUE …", e.g. "near: model.attention.window=16"')
     return Variant(name.strip(), options_of(f"--variant={name.strip()!r}", fields))
 
 
@@ -60,12 +59,13 @@ def options_of(name: str, fields: str | Mapping) -> tuple[str, ...]:
         words = shlex.split(fields) if isinstance(fields, str) else [f"{key}={value}" for key, value in fields.items()]
     except ValueError as error:
         raise UserError(f"{name}: {error}") from error
-    known, options = configs.fields(configs.default()), []
+    options = []
     for word in words:
         field, equals, value = word.removeprefix("--").removeprefix("config.").partition("=")
-        if not equals or field not in known:
-            why = "has no value" if field in known else f"is not a field{nearest(field, known)}"
-            raise UserError(f"{name}: config.{field} {why}: write FIELD=VALUE")
+        if why := configs.unknown(field):
+            raise UserError(f"{name}: {why}")
+        if not equals:
+            raise UserError(f"{name}: config.{field} has no value: write FIELD=VALUE")
         if field in ("seed", "optimizer.learning_rate", "eval.part"):
             raise UserError(f"{name}: config.{field} is chosen by the comparison: leave it out")
         options.append(f"--config.{field}={value}")

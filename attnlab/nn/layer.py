@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -14,9 +14,6 @@ from attnlab.ops.checks import known_keywords
 from attnlab.ops.masks import Mask
 from attnlab.support.options import FieldError, check_values, options
 from attnlab.types import Array
-
-if TYPE_CHECKING:
-    from attnlab.nn.config import ModelConfig
 
 
 class Context(NamedTuple):
@@ -217,12 +214,12 @@ class LayerConfig:
         except FieldError as error:
             raise error.within(self.kind) from None
 
-    def make(self, model: "ModelConfig") -> Layer:
-        """The layer, without a parent."""
+    def make(self, model) -> Layer:
+        """The layer of a `ModelConfig`, without a parent."""
         chosen = {field.name: getattr(self, field.name) for field in option_fields(self.module)}
         return self.module(**chosen | self.shared(model), parent=None)
 
-    def shared(self, model: "ModelConfig") -> dict[str, Any]:
+    def shared(self, model) -> dict[str, Any]:
         """The fields of the module that depend on the model: the type, heads and initializers, of those that it has."""
         values = {
             "dtype": model.dtype,
@@ -233,7 +230,7 @@ class LayerConfig:
         known = {field.name for field in dataclasses.fields(self.module)}
         return {name: value for name, value in values.items() if name in known}
 
-    def check(self, model: "ModelConfig") -> None:
+    def check(self, model) -> None:
         """Raise FieldError for options that do not fit one another, or the model's."""
         try:
             jax.eval_shape(lambda: self.make(model).init_cache(1, model.width, 1))

@@ -17,7 +17,6 @@ from ml_collections import ConfigDict
 from attnlab import commands
 from attnlab import config as configs
 from attnlab.support.errors import UserError
-from attnlab.support.names import nearest
 
 LONGEST = 120  # characters of a run's name, which names its folder as well
 
@@ -57,7 +56,7 @@ def _axis(text: str) -> list[tuple[str, list[str]]]:
     begins = re.compile(rf'"[^"]*"|(\s+)(?=config\.[\w.]+=|(?:{"|".join(map(re.escape, known))})=)')
     ends = [found.span(1) for found in begins.finditer(text) if found[1]]
     parts = [text[start:end] for (_, start), (end, _) in itertools.pairwise([(0, 0), *ends, (len(text), 0)])]
-    axis = [_field(part, known) for part in parts]
+    axis = list(map(_field, parts))
     first, texts = axis[0]
     for field, others in axis:
         if len(others) != len(texts):
@@ -68,12 +67,12 @@ def _axis(text: str) -> list[tuple[str, list[str]]]:
     return axis
 
 
-def _field(text: str, known: Mapping) -> tuple[str, list[str]]:
+def _field(text: str) -> tuple[str, list[str]]:
     """The field of "config.FIELD=VALUE,VALUE" and the texts of its values."""
     name, equals, values = text.partition("=")
     field = name.removeprefix("config.")
-    if field not in known:
-        raise UserError(f"--grid={text}: config.{field} is not a field{nearest(field, known)}")
+    if why := configs.unknown(field):
+        raise UserError(f"--grid={text}: {why}")
     if not equals:
         raise UserError(f"--grid={text} has no values: write --grid config.{field}=VALUE,VALUE")
     try:

@@ -157,6 +157,7 @@ REFUSED = {
     "activation": ("llama", {"hidden_act": "mish"}, "hidden_act = 'mish'"),
     "size": ("llama", {"hidden_size": None}, "hidden_size = None"),
     "epsilon": ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps = 'small'"),
+    "large epsilon": ("mamba2", {"layer_norm_epsilon": 2}, "layer_norm_epsilon = 2 in its config, .*at most 1"),
     "flag": ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1"),
     "heads": ("llama", {"num_attention_heads": 7}, "num_attention_heads = 7 .*hidden_size = 48"),
     "groups": ("llama", {"num_key_value_heads": 4}, "attention.kv_heads = 4: expected a divisor of num_heads = 6"),

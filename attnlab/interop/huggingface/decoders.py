@@ -1,4 +1,4 @@
-"""What families share: the options of a Llama, of layers with a window, and of recurrent layers.
+"""Parts that families share: the options of a Llama, of layers with a window, and of recurrent layers.
 
 Writers take a config whose layers have all their sizes, see `conversion.canonical`.
 """
@@ -29,7 +29,7 @@ def llama_like(hf: ConfigReader, *layers: LayerConfig, epsilon: float = 1e-6, ti
         "context": hf.integer("max_position_embeddings"),
         "positions": "none" if all(layer.rotary is None for layer in layers) else "rotary",
         "norm": "rms",
-        "norm_epsilon": hf.number("rms_norm_eps", epsilon),
+        "norm_epsilon": hf.number("rms_norm_eps", epsilon, high=1.0),
         "mlp": "gated",
         "mlp_ratio": hf.integer("intermediate_size") / width,
         "activation": fields.get("activation") or hf.activation("hidden_act", "silu"),

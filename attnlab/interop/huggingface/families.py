@@ -61,7 +61,7 @@ def read_gpt2(hf: ConfigReader) -> ModelConfig:
         dropout=rates.pop() if len(rates) == 1 else 0.0,
         positions="learned",
         use_bias=True,
-        norm_epsilon=hf.number("layer_norm_epsilon", 1e-5),
+        norm_epsilon=hf.number("layer_norm_epsilon", 1e-5, high=1.0),
         mlp_ratio=hf.integer("n_inner", null=4 * width) / width,
         activation=hf.activation("activation_function", "gelu_new"),
         tie_embeddings=hf.flag("tie_word_embeddings", True),
@@ -228,7 +228,7 @@ def read_qwen3_next(hf: ConfigReader) -> ModelConfig:
     options = {"kv_heads": 2, "head_dim": 256, "fraction": 0.25, "qk_norm": True, "output_gate": True}
     layer = AttentionConfig(**biased(hf, **options))
     sizes = {"heads": 16, "key_dim": 128, "value_heads": 32, "value_dim": 128}
-    delta = decoders.read_delta(hf, **sizes, norm_epsilon=hf.number("rms_norm_eps", 1e-6))
+    delta = decoders.read_delta(hf, **sizes, norm_epsilon=hf.number("rms_norm_eps", 1e-6, high=1.0))
     recurrent = decoders.by_types(hf, hf.integer("full_attention_interval", 4))
     return llama_like(hf, *decoders.hybrid(hf, layer, delta, recurrent), norm="rms_plus_one")
 
@@ -271,7 +271,7 @@ def read_mamba2(hf: ConfigReader) -> ModelConfig:
     hf.only(use_bias=False, use_conv_bias=True)
     hf.silence(_MAMBA2_SILENT)
     decoders.check_silu(hf)
-    width, epsilon = hf.integer("hidden_size", 4096), hf.number("layer_norm_epsilon", 1e-5)
+    width, epsilon = hf.integer("hidden_size", 4096), hf.number("layer_norm_epsilon", 1e-5, high=1.0)
     return ModelConfig(
         vocab_size=hf.integer("vocab_size", 32768),
         num_layers=decoders.num_layers(hf, 64),
@@ -307,7 +307,7 @@ def read_bamba(hf: ConfigReader) -> ModelConfig:
         raise hf.error("attn_layer_indices", "the numbers of the layers of attention, or null")
     hf.integer("max_position_embeddings", 262144)
     layer = AttentionConfig(**biased(hf, kv_heads=8, fraction=0.5, inner=True))
-    mamba = decoders.read_mamba2(hf, _BAMBA, hf.number("rms_norm_eps", 1e-5))
+    mamba = decoders.read_mamba2(hf, _BAMBA, hf.number("rms_norm_eps", 1e-5, high=1.0))
     layers = decoders.hybrid(hf, layer, mamba, [n not in at for n in range(decoders.num_layers(hf))])
     return llama_like(hf, *layers, use_bias=hf.flag("mlp_bias", False))
 
