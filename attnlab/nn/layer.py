@@ -180,8 +180,13 @@ class LayerConfig:
     The options are the fields that the layer's module declares by `option`, with the same defaults, and the fields of
     the config itself, which stands in the layer's file. A field that is a `ClassVar` is no option.
 
-    >>> class MeanConfig(LayerConfig, of=Mean, kind="mean"):
-    ...     offset: int = option("of the other token", 1, low=1)
+    >>> class Identity(Layer):
+    ...     def forward(self, x, context, cache=None):
+    ...         return LayerOut(x)
+    >>> class IdentityConfig(LayerConfig, of=Identity, kind="identity"):
+    ...     pass
+    >>> IdentityConfig()
+    IdentityConfig()
 
     Attributes:
       kind: the word in `layers`; on a command line options are `--config.model.KIND.OPTION`.
