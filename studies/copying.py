@@ -26,7 +26,7 @@ from attnlab import plots
 from attnlab.data.tasks import TEST
 from attnlab.data.tasks.task_draws import Number, check_least, compiled, key_of
 from attnlab.nn import GPT
-from attnlab.nn.fields import POSITIONS
+from attnlab.nn.config import POSITIONS
 from attnlab.study.fitting import adamw, fit_seeds
 from attnlab.study.report import Interval, Options, Verdict, table
 from attnlab.types import Array
@@ -106,7 +106,7 @@ def gpt(positions: str, size: Size) -> GPT:
     """The model, for sources of up to twice the longest trained length."""
     context = 4 * size.longest + 2
     sizes = {"vocab_size": size.vocab_size, "num_layers": LAYERS, "num_heads": HEADS, "width": WIDTH}
-    options = {"positions": positions, "mlp_ratio": 1, "use_bias": True, "attention": {"qk_norm": False}}
+    options = {"positions": positions, "mlp_ratio": 1.0, "use_bias": True, "attention": {"qk_norm": False}}
     return GPT.of(**sizes, context=context, **options)
 
 

@@ -59,7 +59,7 @@ FULL = Size(seeds=6, steps=1000, looks=40, batch_size=32, examples=128)
 def gpt(depth: str) -> GPT:
     """The model of a depth, attention alone."""
     layers = 2 if depth == TWO else 1
-    sizes = {"num_layers": layers, "num_heads": HEADS, "width": WIDTHS[depth], "context": LENGTH, "mlp_ratio": 0}
+    sizes = {"num_layers": layers, "num_heads": HEADS, "width": WIDTHS[depth], "context": LENGTH, "mlp_ratio": 0.0}
     return GPT.of(vocab_size=VOCABULARY, **sizes, use_bias=True, attention={"qk_norm": False})
 
 

@@ -34,7 +34,7 @@ from ml_collections import ConfigDict
 from attnlab import commands, compilation, see
 from attnlab.data import tasks
 from attnlab.interop import huggingface
-from attnlab.nn import GPT
+from attnlab.nn import GPT, custom
 from attnlab.nn.mixers.interface import CausalMixer, RecurrentMixer
 from attnlab.see.head_scores import KINDS as SCORES
 from attnlab.see.pages.document import is_page
@@ -213,7 +213,7 @@ def _windows(
 
     several = 32 if config.data.packing == "documents" else 1
     config = ConfigDict(config)
-    config.model.config.context, config.optimizer.accumulation = length, 1
+    config.model.context, config.optimizer.accumulation = length, 1
     config.batch_size = config.eval.windows = several * SEQUENCES
     config.data.store = ""  # the run may come from another machine
     try:

@@ -154,13 +154,13 @@ def test_page_of_a_gpt2_has_one_checkpoint_and_scores_of_each_layer(gpt2, capsys
 
 @pytest.mark.slow
 def test_page_of_a_hybrid_has_the_layers_with_a_pattern_as_shares(capsys, tmp_path):
-    mixer = "delta_product"
-    workdir = trained(tmp_path, "model.num_layers=3", f"model.pattern={mixer} gru attention")
+    kind = "delta_product"
+    workdir = trained(tmp_path, "model.num_layers=3", f"model.layers={kind} gru attention")
     code, printed, err = see(capsys, workdir)
     assert code == 0, err
     assert printed.splitlines()[:2] == [
         "layers of gru have no pattern: the page is without them",
-        f"the pattern of {mixer} is what a state reads of each token, as a share of absolute values",
+        f"the pattern of {kind} is what a state reads of each token, as a share of absolute values",
     ]
     shown = weights_of(workdir / "see.html")[0]
     np.testing.assert_allclose(shown.reshape(-1, shown.shape[-1]).sum(axis=-1), 1, atol=0.06)  # of 15 bytes

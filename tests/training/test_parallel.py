@@ -183,7 +183,10 @@ def test_windows_of_131072_tokens_train_over_fsdp_and_context(tmp_path, window):
     ("fields", "message"),
     [
         ({"model.context": 66, "parallel.mesh.context": 4}, "context = 66 .*mesh.context = 4: use 64 or 68, or fewer"),
-        ({"model.width": 36, "parallel.mesh.fsdp": 8}, "model.width = 36 .*mesh.fsdp = 8: use 32 or 40"),
+        (
+            {"model.width": 36, "model.num_heads": 2, "parallel.mesh.fsdp": 8},
+            "model.width = 36 .*mesh.fsdp = 8: use 32 or 40",
+        ),
         ({"model.num_heads": 3, "model.width": 48, "parallel.mesh.tensor": 2}, "num_heads = 3 .*mesh.tensor = 2"),
         ({"model.attention.kv_heads": 1, "parallel.mesh.tensor": 2}, "kv_heads = 1 .*mesh.tensor = 2: use 2, or"),
         ({"batch_size": 30, "optimizer.accumulation": 2}, "batch_size = 30 .*4 × 2 = 8: use 24 or 32"),
