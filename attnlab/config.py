@@ -224,7 +224,7 @@ class RunFields:
 
 
 def declared() -> dict[str, Option]:
-    """The options of a config by dotted name, with those of the kinds of layers that a user has imported."""
+    """The options of a config by dotted name, custom kinds of layers included."""
     shared = options(ModelConfig) | options(Model)
     kinds = {f"{kind}.{name}": each for kind, config in KINDS.items() for name, each in options(config).items()}
     return options(RunFields) | {f"model.{name}": each for name, each in (shared | kinds).items()}

@@ -55,7 +55,11 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--config.data.path="], r"--config.data.path= is empty"),
         ([QUICKSTART, "--config.data.name=quijote", "--config.data.path=x"], r"data.name has no effect beside"),
         ([QUICKSTART, "--config.data.feature=x"], r"data.feature = 'x', but python_docs has no features"),
+<<<<<<< .merge_file_pWzaQz
+        ([QUICKSTART, "--config.data.tokenizer=byte", "--config.data.vocab_size=300"], r"300: it has no effect"),
+=======
         ([QUICKSTART, "--config.data.tokenizer=byte", "--config.data.vocab_size=300"], r"300: it has no effect with"),
+>>>>>>> .merge_file_L7iEjS
         ([QUICKSTART, "--config.optimizer.b2=0.9", "--config.optimizer.b2_halflife=9"], r"b2_halflife = 0$"),
         ([QUICKSTART, "--config.optimizer.muon_momentum=0.9"], r"leave it at 0.95, or choose name = muon"),
         ([QUICKSTART, "--config.optimizer.ema=1"], r"ema = 1.0: expected a number from 0 to 0.9999999$"),

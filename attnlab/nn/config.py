@@ -1,4 +1,4 @@
-"""A model, described: the kinds of its layers, and what all layers share. It is checked once, when it is made."""
+"""The description of a model: the kinds of its layers, and what all layers share; checked once, in its constructor."""
 
 import dataclasses
 import re
@@ -45,7 +45,7 @@ _CAP = {"low": 1e-3, "high": 1e6}  # of logits
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What a `GPT` is: sizes, and one period of its layers.
+    """The sizes of a `GPT`, and one period of its layers.
 
     >>> config = ModelConfig.of(layers="gated_delta*3 attention", num_layers=8, attention={"window": 64})
     >>> [layer.kind for layer in config.layers], config.layer(7).window
@@ -111,10 +111,10 @@ class ModelConfig:
         if isinstance(layers, str):
             words = words_of(layers)
             groups = {kind: values.pop(kind) for kind in KINDS if kind in values}
-            made = {kind: _layer(kind, groups.get(kind, {})) for kind in dict.fromkeys((*words, *groups))}
-            for kind, layer in made.items():
+            by_kind = {kind: _layer(kind, groups.get(kind, {})) for kind in dict.fromkeys((*words, *groups))}
+            for kind, layer in by_kind.items():
                 _check_used(layer, kind in words, layers)
-            layers = tuple(made[word] for word in words)
+            layers = tuple(by_kind[word] for word in words)
         return from_values(cls, values | {"layers": (layers,) if isinstance(layers, LayerConfig) else tuple(layers)})
 
     def __post_init__(self):

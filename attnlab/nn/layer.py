@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -14,9 +14,6 @@ from attnlab.ops.checks import known_keywords
 from attnlab.ops.masks import Mask
 from attnlab.support.options import FieldError, check_values, options
 from attnlab.types import Array
-
-if TYPE_CHECKING:
-    from attnlab.nn.config import ModelConfig
 
 
 class Context(NamedTuple):
@@ -180,8 +177,8 @@ def _paths(leaves) -> str:
 class LayerConfig:
     """A kind of layer and its options, in a model. Subclasses are frozen dataclasses without a decorator.
 
-    The options are the fields that the layer's module declares by `option`, with the same defaults, and those of the
-    config itself, which stands in the layer's file. A field that is a `ClassVar` is no option.
+    The options are the fields that the layer's module declares by `option`, with the same defaults, and the fields of
+    the config itself, which stands in the layer's file. A field that is a `ClassVar` is no option.
 
     >>> class MeanConfig(LayerConfig, of=Mean, kind="mean"):
     ...     offset: int = option("of the other token", 1, low=1)
@@ -217,12 +214,12 @@ class LayerConfig:
         except FieldError as error:
             raise error.within(self.kind) from None
 
-    def make(self, model: "ModelConfig") -> Layer:
-        """The layer, without a parent."""
+    def make(self, model) -> Layer:
+        """The layer of a `ModelConfig`, without a parent."""
         chosen = {field.name: getattr(self, field.name) for field in option_fields(self.module)}
         return self.module(**chosen | self.shared(model), parent=None)
 
-    def shared(self, model: "ModelConfig") -> dict[str, Any]:
+    def shared(self, model) -> dict[str, Any]:
         """The fields of the module that depend on the model: the type, heads and initializers, of those that it has."""
         values = {
             "dtype": model.dtype,
@@ -233,7 +230,7 @@ class LayerConfig:
         known = {field.name for field in dataclasses.fields(self.module)}
         return {name: value for name, value in values.items() if name in known}
 
-    def check(self, model: "ModelConfig") -> None:
+    def check(self, model) -> None:
         """Raise FieldError for options that do not fit one another, or the model's."""
         try:
             jax.eval_shape(lambda: self.make(model).init_cache(1, model.width, 1))
@@ -245,7 +242,7 @@ class LayerConfig:
 
 
 def option_fields(module: type[Layer]) -> list[dataclasses.Field]:
-    """The fields of a layer that are options: those that it declares, and those of base classes that it takes."""
+    """The options of a layer: the fields that it declares, and the fields of base classes that it takes."""
     own, takes = inspect.get_annotations(module), module.takes
     fields = (field for field in dataclasses.fields(module) if "option" in field.metadata)
     return [field for field in fields if takes is None or field.name in takes or field.name in own]

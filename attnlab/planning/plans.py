@@ -135,11 +135,11 @@ def attention_of(
     A layer without attention has its kind in place of a backend.
     """
     config, answers = model.config, {}
-    made = {layer.kind: layer.make(config) for layer in config.used if layer.module.operator == "attention"}
-    operands = {kind: layer.operands(batch, config.context, config.width) for kind, layer in made.items()}
+    modules = {layer.kind: layer.make(config) for layer in config.used if layer.module.operator == "attention"}
+    operands = {kind: layer.operands(batch, config.context, config.width) for kind, layer in modules.items()}
 
     def ask(operands, keys):
-        for kind, layer in made.items():
+        for kind, layer in modules.items():
             dropped = {"dropout_rate": layer.dropout_rate, "dropout_key": keys} if layer.dropout_rate else {}
             answers[kind] = backend_of(layer, topology.platform, *operands[kind], **dropped)
 

@@ -106,7 +106,7 @@ def check_values(declared: Mapping[str, Option], values: Mapping[str, Any]) -> N
 def from_values(declaring: type, values: Mapping[str, Any]):
     """An instance of a dataclass with these values, where a group of options is a mapping; FieldError for others."""
     fields = {field.name: field.type for field in dataclasses.fields(declaring)}
-    made = {}
+    converted = {}
     for name, value in values.items():
         if name not in fields:
             raise FieldError(name, value, f"no such option{nearest(name, fields)}: expected one of {', '.join(fields)}")
@@ -115,8 +115,8 @@ def from_values(declaring: type, values: Mapping[str, Any]):
                 value = from_values(fields[name], value)
             except FieldError as error:
                 raise error.within(name) from None
-        made[name] = value
-    return declaring(**made)
+        converted[name] = value
+    return declaring(**converted)
 
 
 def option_values(record) -> dict[str, Any]:

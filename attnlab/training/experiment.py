@@ -197,13 +197,13 @@ def _check_backend(model: GPT, platform: str) -> None:
     for layer in config.used:
         if layer.module.operator != "attention":
             continue
-        made = layer.make(config)
+        module = layer.make(config)
 
-        def ask(q, k, v, made=made):
-            backend_of(made, platform, q, k, v)
+        def ask(q, k, v, module=module):
+            backend_of(module, platform, q, k, v)
 
         try:
-            jax.eval_shape(ask, *made.operands(1, config.context, config.width))
+            jax.eval_shape(ask, *module.operands(1, config.context, config.width))
         except ValueError as error:
             raise UserError(f"config.model.{layer.kind}.{str(error).splitlines()[0]}") from error
 

@@ -60,9 +60,9 @@ def load(
     >>> import tempfile
     >>> from attnlab.interop.huggingface import save_hf
     >>> from attnlab.nn import GPT
-    >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_heads=2, width=8, norm="rms", mlp="gated")
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "gpt2", model, params)
+    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "model", model, params)
     >>> model, params, tokenizer, config = load(folder)  # or load("runs/quickstart")
     >>> model.apply(params, jnp.array([[1, 2, 3]])).shape
     (1, 3, 10)

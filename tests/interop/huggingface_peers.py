@@ -61,24 +61,13 @@ PEERS = {
     "qwen3": ("Qwen3", {"head_dim": 16, "rope_parameters": LINEAR}),
     "gemma2": (
         "Gemma2",
-        {
-            "head_dim": 10,
-            "sliding_window": 6,
-            "query_pre_attn_scalar": 24,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 5.0,
-        },
+        {"head_dim": 10, "sliding_window": 6, "query_pre_attn_scalar": 24}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     ),
     "gemma3_text": (
         "Gemma3Text",
-        {
-            "head_dim": 12,
-            "num_hidden_layers": 3,
-            "layer_types": [LOCAL, GLOBAL, LOCAL],
-            "sliding_window": 6,
-            "query_pre_attn_scalar": 24,
-            "rope_parameters": GEMMA3_ROPE,
-        },
+        {"head_dim": 12, "num_hidden_layers": 3, "layer_types": [LOCAL, GLOBAL, LOCAL]}
+        | {"sliding_window": 6, "query_pre_attn_scalar": 24, "rope_parameters": GEMMA3_ROPE},
     ),
     "olmo2": ("Olmo2", {"tie_word_embeddings": True}),
     "phi3": ("Phi3", {"rope_parameters": PART}),

@@ -73,10 +73,8 @@ def test_export_capacity_may_exceed_context():
 
 
 def test_export_keeps_named_backend():
-    programs = {
-        impl: export_step(GPT.of(**SIZES, attention={"impl": impl}), PARAMS).mlir_module()
-        for impl in ("auto", "dense", "blockwise")
-    }
+    models = {impl: GPT.of(**SIZES, attention={"impl": impl}) for impl in ("auto", "dense", "blockwise")}
+    programs = {impl: export_step(model, PARAMS).mlir_module() for impl, model in models.items()}
     assert programs["auto"] == programs["dense"] != programs["blockwise"]
 
 

@@ -16,8 +16,8 @@ from attnlab.data import published, subwords, tokenizers
 from attnlab.interop.huggingface import from_hf, save_hf
 from attnlab.nn import MultiHeadAttention
 from attnlab.support.errors import UserError
-from tests.interop import huggingface_peers as peers
 from tests.interop.huggingface_peers import assert_same, peer
+from tests.interop.huggingface_peers import gpt2 as make_gpt2
 from tests.parameters import parameters
 from tests.texts import TEXT
 
@@ -45,7 +45,7 @@ def test_hf_other_weight_formats_load_equal(tmp_path):
 
 @pytest.fixture(scope="module")
 def small():
-    model = peers.gpt2(vocab_size=11, num_layers=2, num_heads=2, width=8, context=6)
+    model = make_gpt2(vocab_size=11, num_layers=2, num_heads=2, width=8, context=6)
     return model, parameters(model, np.zeros((1, 1), np.int32))
 
 
@@ -180,7 +180,7 @@ def gpt2(tmp_path_factory):
     """A folder like those of the hub, with random weights and a GPT-2 tokenizer trained on a text."""
     folder = tmp_path_factory.mktemp("hub") / "gpt2"
     tokenizer = tokenizers.make("bpe", TEXT, vocab_size=300)
-    model = peers.gpt2(vocab_size=tokenizer.vocab_size + 3, num_layers=2, num_heads=2, width=16, context=48)
+    model = make_gpt2(vocab_size=tokenizer.vocab_size + 3, num_layers=2, num_heads=2, width=16, context=48)
     params = parameters(model, np.zeros((1, 1), np.int32))
     return save_hf(folder, model, params, tokenizer)
 

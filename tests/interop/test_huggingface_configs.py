@@ -7,29 +7,28 @@ import pytest
 from attnlab.interop.huggingface import make_config, make_model
 from attnlab.nn import GPT, AttentionConfig, Rotary
 from attnlab.nn.config import KINDS
-from attnlab.nn.latent_attention import LatentConfig
-from attnlab.nn.mixers.gated_delta_net import GatedDeltaConfig
-from attnlab.nn.mixers.mamba2 import Mamba2Config
 from attnlab.ops.masks import Causal
 from attnlab.support.errors import UserError
 from tests.interop.huggingface_peers import gpt2
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 67,
-    "hidden_size": 48,
-    "intermediate_size": 100,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "max_position_embeddings": 256,
-}
+LLAMA = {"model_type": "llama", "vocab_size": 67, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 6}
+LLAMA |= {"num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": 256}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"type": "yarn", "factor": 4.0}
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def model_of(model_type, **options):
     return make_model(LLAMA | {"model_type": model_type} | options, "config.json")
+
+
+def layer(kind="attention", **options):
+    """A layer as Llama's with these options."""
+    return KINDS[kind](**({"qk_norm": False} if issubclass(KINDS[kind], AttentionConfig) else {}) | options)
+
+
+def layers(*kinds, **options):
+    return {"layers": tuple(layer(kind, **options) for kind in kinds)}
 
 
 def layer_of(model_type, **options):
@@ -42,13 +41,14 @@ def kinds(model):
 
 
 def test_defaults_are_those_of_each_family():
-    llama, layer = model_of("llama").config, layer_of("llama")
+    llama, of_llama = model_of("llama").config, layer_of("llama")
     assert (llama.tie_embeddings, llama.norm_epsilon, llama.activation, llama.use_bias) == (False, 1e-6, "silu", False)
-    assert (llama.mlp_ratio, layer.kv_heads, layer.head_dim, layer.rotary) == (100 / 48, 6, 8, Rotary())
-    gemma, layer = model_of("gemma2", num_key_value_heads=2).config, layer_of("gemma2", num_key_value_heads=2)
-    assert (layer.head_dim, layer.scale, layer.soft_cap, gemma.logit_cap) == (256, 1 / 16, 50.0, 30.0)
+    assert (llama.mlp_ratio, of_llama.kv_heads, of_llama.head_dim, of_llama.rotary) == (100 / 48, 6, 8, Rotary())
+    gemma = model_of("gemma2", num_key_value_heads=2).config
+    local, _ = gemma.layers
+    assert (local.head_dim, local.scale, local.soft_cap, gemma.logit_cap) == (256, 1 / 16, 50.0, 30.0)
     assert (gemma.tie_embeddings, gemma.activation, gemma.embedding_scale) == (True, "gelu_tanh", 48**0.5)
-    assert (layer.window, kinds(model_of("gemma2"))) == (4096, "local global")
+    assert (local.window, kinds(model_of("gemma2"))) == (4096, "local global")
     assert kinds(model_of("gemma3_text")) == "local local local local local global"
     assert layer_of("mistral", num_key_value_heads=6).window == 4096
     assert layer_of("qwen3", head_dim=8).window is None
@@ -64,12 +64,9 @@ ROTARY = {
         {"rope_scaling": {"rope_type": "llama3", "type": "llama3", **LLAMA3}, "rope_theta": 5e5},
         Rotary(5e5, scaling="llama3", factor=8.0, original_context=64, slow_turns=2.0),
     ),
-    "yarn of the whole context": (
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-        Rotary(scaling="yarn", factor=4.0, original_context=256),
-    ),
+    "yarn of the whole context": ({"rope_scaling": YARN}, Rotary(scaling="yarn", factor=4.0, original_context=256)),
     "yarn of a context that is given outside": (
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32},
+        {"rope_scaling": YARN, "original_max_position_embeddings": 32},
         Rotary(scaling="yarn", factor=4.0, original_context=32),
     ),
     "yarn with everything": (
@@ -99,10 +96,7 @@ def test_yarn_scales_of_scores_become_one_factor():
 
 def test_gemma3_has_two_rotary_bases_in_older_and_newer_files():
     old = {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    newer = {
-        GLOBAL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-        LOCAL: {"rope_type": "default", "rope_theta": 2e4},
-    }
+    newer = {GLOBAL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, LOCAL: {"rope_theta": 2e4}}
     model = model_of("gemma3_text", sliding_window_pattern=3, **old)
     assert model == model_of("gemma3_text", layer_types=[LOCAL, LOCAL, GLOBAL] * 2, rope_parameters=newer)
     near, _, far = model.config.layers
@@ -124,8 +118,7 @@ PATTERNS = {
 @pytest.mark.parametrize("options, pattern, window", PATTERNS.values(), ids=PATTERNS)
 def test_layer_types_become_the_shortest_pattern(options, pattern, window):
     model = model_of("qwen2", **{"use_sliding_window": True, "sliding_window": 5} | options)
-    assert kinds(model) == pattern
-    assert max((layer.window for layer in model.config.layers), key=bool) == window
+    assert (kinds(model), max((layer.window for layer in model.config.layers), key=bool)) == (pattern, window)
     assert make_model(make_config(model)) == model
 
 
@@ -140,11 +133,7 @@ REFUSED = {
     "heads of latent keys": ("deepseek_v3", DENSE | {"num_key_value_heads": 2}, "num_key_value_heads = 2 .*= 6"),
     "other rotary part": ("deepseek_v3", DENSE | {"head_dim": 8}, "head_dim = 8 .*qk_rope_head_dim = 64"),
     "dropout of differences": ("diffllama", {"attention_dropout": 0.1}, "attention_dropout = 0.1 .*expected 0"),
-    "odd heads": (
-        "diffllama",
-        {"num_key_value_heads": 3},
-        "do not fit together: differential.kv_heads = 3: expected an even",
-    ),
+    "odd heads": ("diffllama", {"num_key_value_heads": 3}, "not fit together: differential.kv_heads = 3: .* even"),
     "time steps": ("mamba2", {"time_step_limit": [0.0, 0.1]}, r"time_step_limit = \[0.0, 0.1\] .*does not limit"),
     "no bias of a convolution": ("bamba", {"mamba_conv_bias": False}, "mamba_conv_bias = False"),
     "widths of Mamba-2": ("mamba2", {"num_heads": 5, "head_dim": 8}, "expand = 2 .*5 heads of 8"),
@@ -153,16 +142,8 @@ REFUSED = {
     "numbers of layers": ("bamba", {"attn_layer_indices": "all"}, "attn_layer_indices = 'all'"),
     "vision": ("gemma3", {"vision_config": {}}, "model_type = 'gemma3' .*more than text"),
     "quantised": ("llama", {"quantization_config": {"bits": 4}}, "quantised weights"),
-    "longrope": (
-        "phi3",
-        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
-        "rope_scaling: type = 'longrope' .*llama3, yarn",
-    ),
-    "Phi-3's yarn": (
-        "phi3",
-        {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-        "rope_scaling = .*yarn.*no scaling: Phi-3 has its own",
-    ),
+    "longrope": ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling: type = 'longrope' .*llama3, yarn"),
+    "Phi-3's yarn": ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling = .*yarn.*no scaling"),
     "fraction": (
         "llama",
         {"rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5},
@@ -176,6 +157,7 @@ REFUSED = {
     "activation": ("llama", {"hidden_act": "mish"}, "hidden_act = 'mish'"),
     "size": ("llama", {"hidden_size": None}, "hidden_size = None"),
     "epsilon": ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps = 'small'"),
+    "large epsilon": ("mamba2", {"layer_norm_epsilon": 2}, "layer_norm_epsilon = 2 in its config, .*at most 1"),
     "flag": ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1"),
     "heads": ("llama", {"num_attention_heads": 7}, "num_attention_heads = 7 .*hidden_size = 48"),
     "groups": ("llama", {"num_key_value_heads": 4}, "attention.kv_heads = 4: expected a divisor of num_heads = 6"),
@@ -198,8 +180,7 @@ IGNORED = {
     ),
     "bias": ("mistral", {"attention_bias": True}, "attention_bias .*is ignored.*MistralForCausalLM"),
     "newer fraction": (
-        "qwen3",
-        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        *("qwen3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
         "rope_parameters.partial_rotary_factor .*is ignored",
     ),
     "unknown": ("phi3", {"nonsense": 1}, "config.json: nonsense .*is ignored.*Phi3ForCausal"),
@@ -245,12 +226,11 @@ def test_partial_rotary_factor_is_read_where_the_family_does():
     half = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     for options in ({"rope_parameters": half}, {"partial_rotary_factor": 0.5}):
         assert layer_of("phi3", **options).rotary == Rotary(fraction=0.5)
-    bamba = {"mamba_n_heads": 6, "attn_layer_indices": [1]}  # within rope_parameters alone
-    assert model_of("bamba", **bamba).config.layer(1).rotary == Rotary(fraction=0.5)
-    whole = model_of("bamba", **bamba, rope_parameters=half | {"partial_rotary_factor": 1.0})
-    assert whole.config.layer(1).rotary == Rotary()
+    bamba = {"mamba_n_heads": 6, "attn_layer_indices": [0]}  # within rope_parameters alone
+    assert layer_of("bamba", **bamba).rotary == Rotary(fraction=0.5)
+    assert layer_of("bamba", **bamba, rope_parameters=half | {"partial_rotary_factor": 1.0}).rotary == Rotary()
     with pytest.warns(UserWarning, match="partial_rotary_factor in its config is ignored"):
-        assert model_of("bamba", **bamba, partial_rotary_factor=0.25).config.layer(1).rotary.fraction == 0.5
+        assert layer_of("bamba", **bamba, partial_rotary_factor=0.25).rotary.fraction == 0.5
 
 
 def test_olmo_hybrid_has_rotary_positions_unless_their_base_is_null():
@@ -262,33 +242,21 @@ def test_olmo_hybrid_has_rotary_positions_unless_their_base_is_null():
 
 
 def test_sizes_of_recurrent_layers_default_to_what_their_family_derives():
-    for family, options, expected in (
-        (
-            "olmo_hybrid",
-            {"linear_num_value_heads": 12},
-            GatedDeltaConfig(heads=6, key_dim=6, value_heads=12, value_dim=12, negative_eigenvalues=True),
-        ),
-        (
-            "bamba",
-            {"mamba_n_heads": 6, "attn_layer_indices": [1]},
-            Mamba2Config(heads=1, key_dim=256, value_heads=6, value_dim=16, norm_epsilon=1e-5),
-        ),
-        (
-            "qwen3_next",
-            {"num_experts": 0},
-            GatedDeltaConfig(heads=16, key_dim=128, value_heads=32, value_dim=128, norm_epsilon=1e-6),
-        ),
+    for family, options, sizes in (
+        ("olmo_hybrid", {"linear_num_value_heads": 12}, (6, 6, 12, 12, 4, 1e-5)),
+        ("bamba", {"mamba_n_heads": 6, "attn_layer_indices": [1]}, (1, 256, 6, 16, 4, 1e-5)),
+        ("qwen3_next", {"num_experts": 0}, (16, 128, 32, 128, 4, 1e-6)),
     ):
-        assert layer_of(family, **options) == expected
+        names = ("heads", "key_dim", "value_heads", "value_dim", "conv", "norm_epsilon")
+        assert tuple(getattr(layer_of(family, **options), name) for name in names) == sizes
 
 
 def test_sizes_of_latent_attention_are_those_of_the_config_or_its_defaults():
     sizes = {"kv_rank": 512, "q_rank": 1536, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
-    assert layer_of("deepseek_v3", **DENSE) == LatentConfig(**sizes, use_bias=False)
+    assert layer_of("deepseek_v3", **DENSE) == layer("latent", **sizes, use_bias=False)
     options = {"kv_lora_rank": 9, "q_lora_rank": None, "qk_nope_head_dim": 7, "qk_rope_head_dim": 4, "v_head_dim": 5}
-    assert layer_of("deepseek_v3", **DENSE, **options) == LatentConfig(
-        kv_rank=9, nope_dim=7, rope_dim=4, value_dim=5, use_bias=False
-    )
+    sizes = {"kv_rank": 9, "nope_dim": 7, "rope_dim": 4, "value_dim": 5}
+    assert layer_of("deepseek_v3", **DENSE, **options) == layer("latent", **sizes, use_bias=False)
 
 
 def test_mscale_of_all_dimensions_scales_the_scores_of_latent_attention():
@@ -307,25 +275,14 @@ def test_mscale_of_all_dimensions_scales_the_scores_of_latent_attention():
 
 def test_recurrent_layers_that_say_the_same_are_one_config():
     mamba2 = GPT.of(layers="mamba2", num_layers=2, width=16, mlp_ratio=0.0, norm="rms")
-    layer = Mamba2Config(heads=1, key_dim=8, value_heads=4, value_dim=8)
-    assert make_config(mamba2.replace(num_heads=2, layers=(layer,))) == make_config(mamba2)
+    said = layers("mamba2", heads=1, key_dim=8, value_heads=4, value_dim=8)
+    assert make_config(mamba2.replace(num_heads=2, **said)) == make_config(mamba2)
     assert make_config(mamba2)["model_type"] == "mamba2"
     fed = mamba2.replace(mlp_ratio=2.0, mlp="gated", activation="silu")
     assert make_config(fed)["model_type"] == "bamba"
 
 
 MODEL = model_of("llama")
-
-
-def layer(kind="attention", **options):
-    """A layer as Llama's with these options."""
-    return KINDS[kind](**({"qk_norm": False} if issubclass(KINDS[kind], AttentionConfig) else {}) | options)
-
-
-def layers(*kinds, **options):
-    return {"layers": tuple(layer(kind, **options) for kind in kinds)}
-
-
 HYBRID = {"layers": (layer("gated_delta", gate=False), layer(qk_norm=True, qk_norm_joint=True))}
 ALONE = {"mlp_ratio": 0.0, "mlp": "plain", "activation": "gelu_tanh"}
 EXPORTS = {

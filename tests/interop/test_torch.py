@@ -112,10 +112,8 @@ def test_to_torch_rejects_other_parameters():
         to_torch(params, theirs)
 
 
-SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 21, "dropout": 0.0, "bias": True}
-
-
 GPT2 = {"vocab_size": 21, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12}
+SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 21, "dropout": 0.0, "bias": True}
 
 
 def nanogpt(bias=True):

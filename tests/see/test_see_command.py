@@ -57,7 +57,7 @@ def gpt2(tmp_path_factory):
     """A folder as Hugging Face writes it, with a tokenizer of 300 subwords."""
     tokenizer = tokenizers.make("bpe", TEXT * 9, vocab_size=300)
     sizes = {"vocab_size": tokenizer.vocab_size, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12}
-    model = GPT(**sizes, positions="learned", qk_norm=False)
+    model = GPT.of(**sizes, positions="learned", use_bias=True, attention={"qk_norm": False})
     params = parameters(model, np.zeros((1, 1), np.int32))
     return save_hf(tmp_path_factory.mktemp("gpt2") / "gpt2", model, params, tokenizer)
 

@@ -77,7 +77,7 @@ def test_schedule_of_extended_run_switches_at_each_extension():
         np.testing.assert_allclose(rate, expected, rtol=0, atol=4 * 2**-23 * default().optimizer.learning_rate)
 
 
-MODEL = GPT(vocab_size=7, num_layers=2, num_heads=2, width=8, context=4, qk_norm=True, pattern="attention mamba2")
+MODEL = GPT.of(vocab_size=7, num_layers=2, num_heads=2, width=8, context=4, layers="attention mamba2")
 TOKENS = np.zeros((1, 4), np.int32)
 
 

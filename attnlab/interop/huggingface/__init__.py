@@ -57,10 +57,10 @@ def from_hf(
     >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6, norm="rms", mlp="gated")
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> import tempfile
-    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "gpt2", model, params)
+    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "model", model, params)
     >>> again, its_params = from_hf(folder)
-    >>> again == model, bool((again.apply(its_params, jnp.array([[1]])) == model.apply(params, jnp.array([[1]]))).all())
-    (True, True)
+    >>> bool((again.apply(its_params, jnp.array([[1]])) == model.apply(params, jnp.array([[1]]))).all())
+    True
     """
     model_files.check_dtype(dtype)
     if hasattr(config, "to_dict"):  # transformers' own
@@ -108,8 +108,8 @@ def to_hf(model: GPT, params, *, model_type: str | None = None) -> dict:
 
     >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6, norm="rms", mlp="gated")
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    >>> to_hf(model, params)["transformer.h.0.attn.c_attn.weight"].shape
-    torch.Size([8, 24])
+    >>> to_hf(model, params)["model.layers.0.self_attn.q_proj.weight"].shape
+    torch.Size([8, 8])
     """
     family = make_config(model, model_type)["model_type"]
     return tensors.as_torch(unload_state(model, tensors.bare(params), family), "to_hf")
@@ -145,7 +145,7 @@ def save_hf(
     >>> import tempfile
     >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6, norm="rms", mlp="gated")
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "gpt2", model, params)
+    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "model", model, params)
     >>> sorted(path.name for path in folder.iterdir())
     ['config.json', 'model.safetensors']
     """

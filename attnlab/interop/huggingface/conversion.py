@@ -2,14 +2,13 @@
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from attnlab.interop.huggingface import rotary as rotaries
 from attnlab.interop.huggingface.config_reader import ConfigReader
 from attnlab.interop.huggingface.families import DROPOUTS, FAMILIES, family_of, with_biases
 from attnlab.interop.huggingface.tensor_names import kind_of
-from attnlab.nn import GPT, AttentionConfig, LayerConfig, ModelConfig, RecurrentMixer
+from attnlab.nn import GPT, AttentionConfig, LayerConfig, ModelConfig, Rotary
 from attnlab.support.errors import UserError
 from attnlab.support.options import FieldError
 
@@ -53,7 +52,7 @@ def make_config(model: GPT, model_type: str | None = None) -> dict:
         config = {
             "architectures": [FAMILIES[name].architecture],
             "model_type": name,
-            **FAMILIES[name].write(model.config),
+            **FAMILIES[name].write(canonical(model.config)),
             **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         }
         if (misfit := _misfit(model.config, name, config)) is None:
@@ -69,43 +68,47 @@ def make_config(model: GPT, model_type: str | None = None) -> dict:
 def _misfit(model: ModelConfig, name: str, config: dict) -> str | None:
     """The first field in which a model differs from the model that its config describes, in words; None without one."""
     try:
-        described = make_model(config).config
+        described = canonical(make_model(config).config)
     except UserError as error:
         return f"{name} does not have such models ({error})"
-    model = with_biases(model) if name == "gpt2" else model
-    for (field, value, resolved), (_, only, other) in zip(_fields(model), _fields(described)):
-        if resolved != other:
-            return " ".join(f"model.{field} = {value!r}: {name} supports only {only!r}".split())
+    ours = canonical(with_biases(model) if name == "gpt2" else model)
+    groups = [("", ours, described)]
+    groups += [(f"{model.layer(n).kind}.", ours.layer(n), described.layer(n)) for n in range(model.num_layers)]
+    for group, one, other in groups:
+        if type(one) is not type(other):
+            return f"model.layers = {_words(model)!r}: {name} supports only {_words(described)!r}"
+        for field, value in vars(one).items():
+            if field not in _NOT_COMPARED and value != (only := getattr(other, field)):
+                return " ".join(f"model.{group}{field} = {value!r}: {name} supports only {only!r}".split())
     return None
 
 
-def _fields(config: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
-    """The fields that decide what a model computes: name, value, and a value that is equal in equivalent models."""
-    layers = [config.layer(number) for number in range(config.num_layers)]
-    resolved = {"positions": config.position_encoding, "mlp_ratio": config.hidden}
-    resolved["norm_at"] = [config.norm_of(number) for number in range(config.num_layers)]
-    for name, value in vars(config).items():
-        if name not in _NOT_COMPARED:
-            yield name, value, resolved.get(name, value)
-    yield "layers", _words(config), list(map(kind_of, layers))
-    of_layers = {id(layer): list(_layer_fields(layer, config)) for layer in config.used}
-    for layer in layers:
-        yield from of_layers[id(layer)]
+def canonical(config: ModelConfig) -> ModelConfig:
+    """The form of all models that compute the same: layers have their sizes and biases, and attention is one kind."""
+    norms = {config.norm_of(number) for number in range(config.num_layers)}
+    return config.replace(
+        positions=config.position_encoding,
+        mlp_ratio=config.hidden / config.width,
+        norm_at=norms.pop() if len(norms) == 1 else config.norm_at,
+        layers=tuple(_canonical_layer(layer, config) for layer in config.layers[: config.num_layers]),
+    )
 
 
-def _layer_fields(layer: LayerConfig, config: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
-    """The same of a layer: its module knows the sizes, biases and masks that fields leave open."""
+def _canonical_layer(layer: LayerConfig, config: ModelConfig) -> LayerConfig:
     module = layer.make(config)
-    resolved = {"heads": module.num_heads, "impl": "auto"}
-    if isinstance(module, RecurrentMixer):
-        resolved |= {"key_dim": module.key_features(config.width), "value_dim": module.value_features(config.width)}
-        resolved |= {"value_heads": module.states}
-    else:
-        resolved |= {"scale": module.scale or module.head_dim**-0.5}
-        resolved |= {"rotary": module.rotary and rotaries.resolved(module.rotary)}
-    for field in dataclasses.fields(AttentionConfig if kind_of(layer) == "attention" else layer):
-        value = getattr(layer, field.name)
-        yield f"{layer.kind}.{field.name}", value, resolved.get(field.name, getattr(module, field.name, value))
+    if not isinstance(layer, AttentionConfig):
+        return dataclasses.replace(
+            layer,
+            heads=module.num_heads,
+            key_dim=module.key_features(config.width),
+            value_dim=module.value_features(config.width),
+            value_heads=module.states,
+        )
+    kind = AttentionConfig if kind_of(layer) == "attention" else type(layer)
+    resolved = {name: getattr(module, name) for name in ("kv_heads", "head_dim", "use_bias", "qkv_bias")}
+    resolved |= {"heads": module.num_heads, "scale": module.scale or module.head_dim**-0.5, "impl": "auto"}
+    resolved |= {"rotary": rotaries.resolved(module.rotary or Rotary())}
+    return kind(**{field.name: getattr(layer, field.name) for field in dataclasses.fields(kind)} | resolved)
 
 
 def _words(config: ModelConfig) -> str:

@@ -9,23 +9,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from attnlab.interop.huggingface import recurrent_layers, tensor_names
+from attnlab.interop.huggingface import decoders, tensor_names
 from attnlab.interop.huggingface import rotary as rotaries
 from attnlab.interop.huggingface.config_reader import ConfigReader, activation_name
-from attnlab.interop.huggingface.decoders import (
-    are_local,
-    attention,
-    attention_of,
-    bias,
-    check_divides,
-    layer_types,
-    llama_like,
-    num_layers,
-    windowed,
-    write_bias,
-    write_llama_like,
-    write_types,
-)
+from attnlab.interop.huggingface.decoders import attention_of, biased, llama_like, write_biased
 from attnlab.interop.huggingface.tensor_names import Names
 from attnlab.nn import AttentionConfig, ModelConfig, Rotary
 from attnlab.nn.differential import DifferentialConfig
@@ -74,7 +61,7 @@ def read_gpt2(hf: ConfigReader) -> ModelConfig:
         dropout=rates.pop() if len(rates) == 1 else 0.0,
         positions="learned",
         use_bias=True,
-        norm_epsilon=hf.number("layer_norm_epsilon", 1e-5),
+        norm_epsilon=hf.number("layer_norm_epsilon", 1e-5, high=1.0),
         mlp_ratio=hf.integer("n_inner", null=4 * width) / width,
         activation=hf.activation("activation_function", "gelu_new"),
         tie_embeddings=hf.flag("tie_word_embeddings", True),
@@ -88,7 +75,7 @@ def write_gpt2(config: ModelConfig) -> dict:
         "vocab_size": config.vocab_size,
         "n_embd": config.width,
         "n_layer": config.num_layers,
-        "n_head": layer.num_heads(config),
+        "n_head": layer.heads,
         "n_positions": config.context,
         "n_inner": config.hidden,
         "activation_function": activation_name(config.activation),
@@ -102,75 +89,78 @@ def write_gpt2(config: ModelConfig) -> dict:
 def with_biases(config: ModelConfig) -> ModelConfig:
     """The same model with all biases, which GPT-2 always has; added biases are 0."""
     layers = (
-        dataclasses.replace(layer, use_bias=None, qkv_bias=None) if isinstance(layer, AttentionConfig) else layer
+        dataclasses.replace(layer, use_bias=True, qkv_bias=True) if isinstance(layer, AttentionConfig) else layer
         for layer in config.layers
     )
     return config.replace(use_bias=True, layers=tuple(layers))
 
 
 def read_llama(hf: ConfigReader) -> ModelConfig:
-    check_divides(hf)
-    return llama_like(hf, AttentionConfig(**attention(hf, use_bias=bias(hf))), use_bias=hf.flag("mlp_bias", False))
+    decoders.check_divides(hf)
+    return llama_like(hf, AttentionConfig(**biased(hf)), use_bias=hf.flag("mlp_bias", False))
 
 
 def write_llama(config: ModelConfig) -> dict:
-    return write_llama_like(config, mlp_bias=config.use_bias, **write_bias(config))
+    return write_biased(config, mlp_bias=config.use_bias)
 
 
 def read_mistral(hf: ConfigReader) -> ModelConfig:
     window = hf.optional_integer("sliding_window", 4096)
-    return llama_like(hf, AttentionConfig(**attention(hf, kv_heads=8, window=window)))
+    return llama_like(hf, AttentionConfig(**decoders.attention(hf, kv_heads=8, window=window)))
 
 
 def write_mistral(config: ModelConfig) -> dict:
-    return write_llama_like(config, sliding_window=attention_of(config, is_local=True).window)
+    return decoders.write_llama_like(config, sliding_window=attention_of(config, is_local=True).window)
 
 
-def _qwen(hf: ConfigReader, **options) -> ModelConfig:
+def _read_qwen(hf: ConfigReader, options: dict) -> ModelConfig:
     """A Qwen2 or Qwen3, whose layers have a window from one on, or by `layer_types`."""
     uses, window = hf.flag("use_sliding_window", False), hf.get("sliding_window", 4096)
     first = hf.integer("max_window_layers", 28) if hf.get("max_window_layers", 28) else 0
-    by_number = [uses and window is not None and n >= first for n in range(num_layers(hf))]
-    local = layer_types(hf, rotaries.LOCAL, by_number)
+    by_number = [uses and window is not None and n >= first for n in range(decoders.num_layers(hf))]
+    local = decoders.layer_types(hf, rotaries.LOCAL, by_number)
     if any(local) and not uses:
         raise hf.error("use_sliding_window", "true, as layer_types has sliding_attention")
-    return llama_like(hf, *windowed(hf, local, attention(hf, kv_heads=32, **options)))
+    return llama_like(hf, *decoders.windowed(hf, local, options))
 
 
-def write_qwen2(config: ModelConfig, **options) -> dict:
-    local = are_local(config)
-    windows = {
+def _qwen_windows(config: ModelConfig) -> dict:
+    local = decoders.are_local(config)
+    return {
         "sliding_window": attention_of(config, is_local=True).window,
         "use_sliding_window": any(local),
         "max_window_layers": local.index(True) if any(local) else len(local),
-        "layer_types": write_types(rotaries.LOCAL, local),
+        "layer_types": decoders.write_types(rotaries.LOCAL, local),
     }
-    return write_llama_like(config, **windows, **options)
 
 
 def read_qwen2(hf: ConfigReader) -> ModelConfig:
-    return _qwen(hf, use_bias=False, qkv_bias=True)
+    return _read_qwen(hf, decoders.attention(hf, kv_heads=32, use_bias=False, qkv_bias=True))
+
+
+def write_qwen2(config: ModelConfig) -> dict:
+    return decoders.write_llama_like(config, **_qwen_windows(config))
 
 
 def read_qwen3(hf: ConfigReader) -> ModelConfig:
-    return _qwen(hf, head_dim=128, qk_norm=True, use_bias=bias(hf))
+    return _read_qwen(hf, biased(hf, kv_heads=32, head_dim=128, qk_norm=True))
 
 
 def write_qwen3(config: ModelConfig) -> dict:
-    return write_qwen2(config, **write_bias(config))
+    return write_biased(config, **_qwen_windows(config))
 
 
 def _gemma(hf: ConfigReader, every: int, local: Mapping = {}, logit_cap: float | None = None, **options) -> ModelConfig:
     """A Gemma 2 or 3, whose layers have a window but one of `every`, or by `layer_types`."""
-    check_divides(hf)
+    decoders.check_divides(hf)
     hf.silence("hidden_act sliding_window")
     hf.get("sliding_window", 4096)
-    by_number = [n % every > 0 for n in range(1, num_layers(hf) + 1)]
+    by_number = [n % every > 0 for n in range(1, decoders.num_layers(hf) + 1)]
     scale = hf.number("query_pre_attn_scalar", 256.0) ** -0.5
-    options = attention(hf, kv_heads=4, head_dim=256, scale=scale, use_bias=bias(hf), **options)
+    options = biased(hf, kv_heads=4, head_dim=256, scale=scale, **options)
     return llama_like(
         hf,
-        *windowed(hf, layer_types(hf, rotaries.LOCAL, by_number), options, **local),
+        *decoders.windowed(hf, decoders.layer_types(hf, rotaries.LOCAL, by_number), options, **local),
         tied=True,
         activation=hf.activation("hidden_activation", "gelu_pytorch_tanh"),
         norm="rms_plus_one",
@@ -181,15 +171,13 @@ def _gemma(hf: ConfigReader, every: int, local: Mapping = {}, logit_cap: float |
 
 
 def _write_gemma(config: ModelConfig, **options) -> dict:
-    made = attention_of(config).make(config)
-    return write_llama_like(
+    return write_biased(
         config,
         hidden_activation=activation_name(config.activation, "gelu_pytorch_tanh"),
         final_logit_softcapping=config.logit_cap,
-        query_pre_attn_scalar=max(1, round((made.scale or made.head_dim**-0.5) ** -2)),
+        query_pre_attn_scalar=max(1, round(attention_of(config).scale ** -2)),
         sliding_window=attention_of(config, is_local=True).window or 4096,  # expected even if no layer has it
-        layer_types=write_types(rotaries.LOCAL, are_local(config)),
-        **write_bias(config),
+        layer_types=decoders.write_types(rotaries.LOCAL, decoders.are_local(config)),
         **options,
     )
 
@@ -214,16 +202,12 @@ def write_gemma3(config: ModelConfig) -> dict:
 
 
 def read_olmo2(hf: ConfigReader) -> ModelConfig:
-    options = attention(hf, qk_norm=True, qk_norm_joint=True, use_bias=bias(hf))
-    return llama_like(hf, AttentionConfig(**options), epsilon=1e-5, norm_at="after")
-
-
-def write_biased(config: ModelConfig) -> dict:
-    return write_llama_like(config, **write_bias(config))
+    layer = AttentionConfig(**biased(hf, qk_norm=True, qk_norm_joint=True))
+    return llama_like(hf, layer, epsilon=1e-5, norm_at="after")
 
 
 def read_phi3(hf: ConfigReader) -> ModelConfig:
-    options = attention(hf, fraction=1.0, window=hf.optional_integer("sliding_window"))
+    options = decoders.attention(hf, fraction=1.0, window=hf.optional_integer("sliding_window"))
     if options["rotary"].scaling != "none":
         option = rotaries.option_of(hf)
         raise hf.error(option, "no scaling: Phi-3 has its own, which GPT does not support")
@@ -238,45 +222,42 @@ def read_qwen3_next(hf: ConfigReader) -> ModelConfig:
     dense, step = hf.get("mlp_only_layers") or [], hf.integer("decoder_sparse_step", 1)
     if not isinstance(dense, list | tuple):
         raise hf.error("mlp_only_layers", "a list of numbers of layers, or null")
-    if hf.get("num_experts", 512) and not all(n in dense or (n + 1) % step for n in range(num_layers(hf))):
+    if hf.get("num_experts", 512) and not all(n in dense or (n + 1) % step for n in range(decoders.num_layers(hf))):
         raise hf.error("num_experts", "0: a mixture of experts is not supported")
     hf.silence(_QWEN3_NEXT_SILENT)
-    options = {"qk_norm": True, "output_gate": True, "use_bias": bias(hf)}
-    layer = AttentionConfig(**attention(hf, kv_heads=2, head_dim=256, fraction=0.25, **options))
+    options = {"kv_heads": 2, "head_dim": 256, "fraction": 0.25, "qk_norm": True, "output_gate": True}
+    layer = AttentionConfig(**biased(hf, **options))
     sizes = {"heads": 16, "key_dim": 128, "value_heads": 32, "value_dim": 128}
-    delta = recurrent_layers.read_delta(hf, **sizes, norm_epsilon=hf.number("rms_norm_eps", 1e-6))
-    recurrent = recurrent_layers.by_types(hf, hf.integer("full_attention_interval", 4))
-    return llama_like(hf, *recurrent_layers.hybrid(hf, layer, delta, recurrent), norm="rms_plus_one")
+    delta = decoders.read_delta(hf, **sizes, norm_epsilon=hf.number("rms_norm_eps", 1e-6, high=1.0))
+    recurrent = decoders.by_types(hf, hf.integer("full_attention_interval", 4))
+    return llama_like(hf, *decoders.hybrid(hf, layer, delta, recurrent), norm="rms_plus_one")
 
 
 def write_qwen3_next(config: ModelConfig) -> dict:
     return write_biased(config) | {
         "num_experts": 0,
         "partial_rotary_factor": attention_of(config).rotary.fraction,
-        "layer_types": recurrent_layers.write_types_of(config, GatedDeltaConfig),
-        **recurrent_layers.write_delta(config),
+        **decoders.write_delta(config),
     }
 
 
 def read_olmo_hybrid(hf: ConfigReader) -> ModelConfig:
     hf.silence(_OLMO_HYBRID_SILENT)
-    is_off = rotaries.is_off(hf)
-    rotary = {"rotary": Rotary()} if is_off else {}
-    layer = AttentionConfig(**attention(hf, qk_norm=True, qk_norm_joint=True, use_bias=bias(hf), **rotary))
-    delta = recurrent_layers.read_delta(hf, negative_eigenvalues=hf.flag("linear_allow_neg_eigval", True))
-    recurrent = recurrent_layers.by_types(hf, 4, last=False)
+    rotary, positions = (Rotary(), "none") if rotaries.is_off(hf) else (None, "rotary")
+    layer = AttentionConfig(**biased(hf, qk_norm=True, qk_norm_joint=True, rotary=rotary))
+    delta = decoders.read_delta(hf, negative_eigenvalues=hf.flag("linear_allow_neg_eigval", True))
+    recurrent = decoders.by_types(hf, 4, last=False)
     if len(set(recurrent)) < 2:
         raise hf.error("layer_types", "layers of both kinds")
-    layers = recurrent_layers.hybrid(hf, layer, delta, recurrent)
-    return llama_like(hf, *layers, norm_at="hybrid", positions="none" if is_off else "rotary")
+    layers = decoders.hybrid(hf, layer, delta, recurrent)
+    return llama_like(hf, *layers, norm_at="hybrid", positions=positions)
 
 
 def write_olmo_hybrid(config: ModelConfig) -> dict:
-    layer = recurrent_layers.module_of(config, GatedDeltaConfig)
+    layer = decoders.recurrent_of(config, GatedDeltaConfig)
     return write_biased(config) | {
         "linear_allow_neg_eigval": layer.negative_eigenvalues,
-        "layer_types": recurrent_layers.write_types_of(config, GatedDeltaConfig),
-        **recurrent_layers.write_delta(config),
+        **decoders.write_delta(config),
         **({"rope_theta": None, "rope_scaling": None} if config.position_encoding == "none" else {}),
     }
 
@@ -289,11 +270,11 @@ _BAMBA |= {"mamba_d_conv": 4, "mamba_expand": 2}
 def read_mamba2(hf: ConfigReader) -> ModelConfig:
     hf.only(use_bias=False, use_conv_bias=True)
     hf.silence(_MAMBA2_SILENT)
-    recurrent_layers.check_silu(hf)
-    width, epsilon = hf.integer("hidden_size", 4096), hf.number("layer_norm_epsilon", 1e-5)
+    decoders.check_silu(hf)
+    width, epsilon = hf.integer("hidden_size", 4096), hf.number("layer_norm_epsilon", 1e-5, high=1.0)
     return ModelConfig(
         vocab_size=hf.integer("vocab_size", 32768),
-        num_layers=num_layers(hf, 64),
+        num_layers=decoders.num_layers(hf, 64),
         num_heads=hf.integer("num_heads", 128),
         width=width,
         context=hf.integer("max_position_embeddings", 2048),  # not an option of transformers': there is no limit
@@ -302,7 +283,7 @@ def read_mamba2(hf: ConfigReader) -> ModelConfig:
         norm_epsilon=epsilon,
         mlp_ratio=0.0,
         tie_embeddings=hf.flag("tie_word_embeddings", False),
-        layers=(recurrent_layers.read_mamba2(hf, _MAMBA2, epsilon),),
+        layers=(decoders.read_mamba2(hf, _MAMBA2, epsilon),),
     )
 
 
@@ -314,7 +295,7 @@ def write_mamba2(config: ModelConfig) -> dict:
         "max_position_embeddings": config.context,
         "layer_norm_epsilon": config.norm_epsilon,
         "tie_word_embeddings": config.tie_embeddings,
-        **recurrent_layers.write_mamba2(config, _MAMBA2),
+        **decoders.write_mamba2(config, _MAMBA2),
     }
 
 
@@ -325,31 +306,35 @@ def read_bamba(hf: ConfigReader) -> ModelConfig:
     if not isinstance(at, list | tuple) or not all(isinstance(n, int) for n in at):
         raise hf.error("attn_layer_indices", "the numbers of the layers of attention, or null")
     hf.integer("max_position_embeddings", 262144)
-    layer = AttentionConfig(**attention(hf, kv_heads=8, fraction=0.5, inner=True, use_bias=bias(hf)))
-    mamba = recurrent_layers.read_mamba2(hf, _BAMBA, hf.number("rms_norm_eps", 1e-5))
-    layers = recurrent_layers.hybrid(hf, layer, mamba, [n not in at for n in range(num_layers(hf))])
+    layer = AttentionConfig(**biased(hf, kv_heads=8, fraction=0.5, inner=True))
+    mamba = decoders.read_mamba2(hf, _BAMBA, hf.number("rms_norm_eps", 1e-5, high=1.0))
+    layers = decoders.hybrid(hf, layer, mamba, [n not in at for n in range(decoders.num_layers(hf))])
     return llama_like(hf, *layers, use_bias=hf.flag("mlp_bias", False))
 
 
 def write_bamba(config: ModelConfig) -> dict:
-    options = write_llama(config) | recurrent_layers.write_mamba2(config, _BAMBA)
-    recurrent = recurrent_layers.are(config, Mamba2Config)
+    options = write_llama(config) | decoders.write_mamba2(config, _BAMBA)
+    attention = [n for n, layer in enumerate(decoders.layers_of(config)) if not isinstance(layer, Mamba2Config)]
     fraction = {"partial_rotary_factor": attention_of(config).rotary.fraction}
     return options | {
         "rope_scaling": (options["rope_scaling"] or {"rope_type": "default"}) | fraction,
-        "attn_layer_indices": [n for n, each in enumerate(recurrent) if not each],
+        "attn_layer_indices": attention,
     }
 
 
 def read_diffllama(hf: ConfigReader) -> ModelConfig:
     hf.only(attention_dropout=0)
     hf.silence("lambda_std_dev")
-    return llama_like(hf, DifferentialConfig(**attention(hf, use_bias=bias(hf))), epsilon=1e-5)
+    return llama_like(hf, DifferentialConfig(**biased(hf)), epsilon=1e-5)
 
 
 def read_deepseek_v3(hf: ConfigReader) -> ModelConfig:
     hf.silence(_DEEPSEEK_V3_SILENT + "rope_interleave")
-    heads, rotated, first = hf.integer("num_attention_heads"), hf.integer("qk_rope_head_dim", 64), num_layers(hf)
+    heads, rotated, first = (
+        hf.integer("num_attention_heads"),
+        hf.integer("qk_rope_head_dim", 64),
+        decoders.num_layers(hf),
+    )
     dense = hf.get("first_k_dense_replace", 3)
     if not isinstance(dense, int) or isinstance(dense, bool) or dense < first:
         raise hf.error("first_k_dense_replace", f"{first} or more: a mixture of experts is not supported")
@@ -369,13 +354,13 @@ def read_deepseek_v3(hf: ConfigReader) -> ModelConfig:
         value_dim=hf.integer("v_head_dim", 128),
         scale=None if factor == 1 else (plain + rotated) ** -0.5 * factor,
         rotary=rotary,
-        use_bias=bias(hf),
+        use_bias=hf.flag("attention_bias", False),
     )
     return llama_like(hf, layer)
 
 
 FAMILIES = {
-    "gpt2": Family("GPT2LMHeadModel", read_gpt2, write_gpt2),
+    "gpt2": Family("GPT2LMHeadModel", read_gpt2, write_gpt2, tensor_names.GPT2),
     "llama": Family("LlamaForCausalLM", read_llama, write_llama),
     "mistral": Family("MistralForCausalLM", read_mistral, write_mistral),
     "qwen2": Family("Qwen2ForCausalLM", read_qwen2, write_qwen2),

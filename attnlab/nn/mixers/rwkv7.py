@@ -52,7 +52,7 @@ class RWKV7(RecurrentMixer):
         wide, features = jnp.promote_types(x.dtype, jnp.float32), x.shape[-1]
         key, value = (self.num_heads, self.key_features(features)), (self.num_heads, self.value_features(features))
         ranks, start = _ranks(features), _Start(context.layer, self.layers, key[1])
-        inputs, kept = self._shifted(x, state.conv, context, start)
+        inputs, last_input = self._shifted(x, state.conv, context, start)
         r = self._dense("query", *key)(inputs["x_r"])
         k = self._dense("key", *key)(inputs["x_k"])
         v = self._dense("value", *value)(inputs["x_v"])
@@ -75,7 +75,7 @@ class RWKV7(RecurrentMixer):
         g = -np.exp(-0.5) * jax.nn.sigmoid(w)
         erase = (a * kappa, kappa * jnp.exp(-g))
         z, last_state = self._recur(r, k, v, state, context, g=g, erase=erase, scale=1.0, after=after)
-        return LayerOut(self._out(z, features), MixerState(last_state, kept), v if self.value_residual else None)
+        return LayerOut(self._out(z, features), MixerState(last_state, last_input), v if self.value_residual else None)
 
     def _shifted(self, x, before, context, start):
         """(The six means of each token and the one before it in its segment, by name; the last input)."""
