@@ -49,7 +49,8 @@ def parse(texts: Sequence[str], file: str | None) -> list[Variant]:
 def _parsed(text: str) -> Variant:
     name, colon, fields = text.partition(":")
     if not colon or not name.strip():
-        raise UserError(f'--variant="{text}": expected "NAME: FIELD=VALUE …", e.g. "near: model.attention.window=16"')
+        example = 'expected "NAME: FIELD=VALUE FIELD=VALUE", e.g. "alibi: model.positions=alibi"'
+        raise UserError(f'--variant="{text}": {example}')
     return Variant(name.strip(), options_of(f"--variant={name.strip()!r}", fields))
 
 
