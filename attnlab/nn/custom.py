@@ -2,8 +2,8 @@
 
 `--import=FILE` runs a file, and its layers, score mods and masks become kinds by their names. The names in a saved
 `config.json` run nothing, nor does the copy of the file that a run keeps: `check_imported` finds them among the
-imported kinds, whose code must be the same. The code is the definition of the layer and the definitions in its file that
-it reaches by name, without comments and docstrings.
+imported kinds, whose code must be the same: the definition of the layer, and the definitions in its file that it
+reaches by name, without comments and docstrings.
 """
 
 import ast
