@@ -29,6 +29,7 @@ def trained(tmp_path_factory):
     words = [f"--import={folder}/mine.py", "--config.model.layers=Average", "--config.model.Average.decay=0.5"]
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         assert run(folder / "run", *words, "--config.steps=2") == 0
+    forget()
     return folder / "mine.py", folder / "run", shown.getvalue().splitlines()[-1]
 
 
@@ -100,7 +101,7 @@ def test_train_takes_layers_mask_and_score_mod(tmp_path, capsys):
         train.train(config, tmp_path / "parts", **passed | {"mask": SlidingWindow(left=4)})
     assert train.train(config, tmp_path / "layers", layers=Doubling) == 0
     assert config.model.layers == "attention"
-    assert type(attnlab.load(tmp_path / "layers").model.block(0).attention) is Doubling
+    assert attnlab.load(tmp_path / "layers").model.config.layers[0].module is Doubling
     with pytest.raises(UserError, match="score_mod= is for attention, and layers of Doubling have none: leave it out"):
         train.train(config, tmp_path / "both", layers=Doubling, score_mod=SoftCap(5.0))
 
