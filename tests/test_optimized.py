@@ -33,7 +33,12 @@ MODULES = {
 }
 MODELS = {
     "llama": {"attention": {"rotary": {"scaling": "linear", "factor": 2.0}}, "norm": "rms", "mlp": "gated"},
-    "local": {"layers": "local global", "local": {"window": 3, "soft_cap": 1.5}, "positions": "alibi", "num_layers": 3},
+    "local": {
+        "layers": "local attention",
+        "local": {"window": 3, "soft_cap": 1.5},
+        "positions": "alibi",
+        "num_layers": 3,
+    },
 }
 
 

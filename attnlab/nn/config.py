@@ -24,7 +24,7 @@ from attnlab.nn.mixers.mamba2 import Mamba2Config
 from attnlab.nn.mixers.retention import RetentionConfig
 from attnlab.nn.mixers.rwkv7 import RWKV7Config
 from attnlab.nn.mlp import ACTIVATIONS, MLPS
-from attnlab.nn.multihead import AttentionConfig, ForgetConfig, GlobalConfig, LocalConfig, SoftmaxConfig
+from attnlab.nn.multihead import AttentionConfig, ForgetConfig, LocalConfig, SoftmaxConfig
 from attnlab.nn.norms import NORM_AT, NORM_EPSILON, NORMS
 from attnlab.nn.remat import REMAT
 from attnlab.nn.rotations import Rotary
@@ -33,7 +33,7 @@ from attnlab.support.names import nearest
 from attnlab.support.options import FieldError, check_values, described, from_values, option, option_values, options
 from attnlab.types import DType
 
-_ATTENTION = (AttentionConfig, LocalConfig, GlobalConfig, ForgetConfig, DifferentialConfig, LatentConfig)
+_ATTENTION = (AttentionConfig, LocalConfig, ForgetConfig, DifferentialConfig, LatentConfig)
 _RECURRENT = (LinearConfig, RetentionConfig, GatedLinearConfig, Mamba2Config, DeltaConfig, GatedDeltaConfig)
 _DELTA = (KimiDeltaConfig, DeltaProductConfig, RWKV7Config, HGRN2Config, GRUConfig)
 _ALL = (*_ATTENTION, StickBreakingConfig, *_RECURRENT, *_DELTA, CausalConvConfig, GatedConvConfig)

@@ -178,12 +178,10 @@ def _add(value, name: str, source: Source | None) -> str:
     config = _config_of(value, name)
     if not name.isidentifier() or name in {field.name for field in dataclasses.fields(ModelConfig)}:
         raise UserError(f"{name!r}: expected a name such as 'mine', and none of a field of ModelConfig")
-    known = _SOURCES.get(name)
-    if name in KINDS and (known is None or source is None or known.sha256 != source.sha256):  # programs know its name
-        if not is_custom(name):
-            raise UserError(f"{name!r} is a kind of attnlab: choose another name")
-        raise UserError(f"{name!r} has changed: restart Python, or choose another name")
-    KINDS[name] = config
+    if name in KINDS and not is_custom(name):
+        raise UserError(f"{name!r} is a kind of attnlab: choose another name")
+    KINDS[name] = config  # in place of another of this name, as in a notebook's cell that runs again
+    _SOURCES.pop(name, None)
     if source is not None:
         _SOURCES[name] = source
     return name

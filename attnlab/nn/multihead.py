@@ -360,12 +360,6 @@ class LocalConfig(AttentionConfig, kind="local"):
         super().check(model)
 
 
-class GlobalConfig(AttentionConfig, kind="global"):
-    """Attention to all tokens before, beside layers of another kind."""
-
-    window: ClassVar[None] = None
-
-
 class ForgetConfig(AttentionConfig, kind="forget"):
     """Attention with a forget gate in place of rotary positions (Lin et al. 2025)."""
 

@@ -48,8 +48,8 @@ def test_defaults_are_those_of_each_family():
     local, _ = gemma.layers
     assert (local.head_dim, local.scale, local.soft_cap, gemma.logit_cap) == (256, 1 / 16, 50.0, 30.0)
     assert (gemma.tie_embeddings, gemma.activation, gemma.embedding_scale) == (True, "gelu_tanh", 48**0.5)
-    assert (local.window, kinds(model_of("gemma2"))) == (4096, "local global")
-    assert kinds(model_of("gemma3_text")) == "local local local local local global"
+    assert (local.window, kinds(model_of("gemma2"))) == (4096, "local attention")
+    assert kinds(model_of("gemma3_text")) == "local local local local local attention"
     assert layer_of("mistral", num_key_value_heads=6).window == 4096
     assert layer_of("qwen3", head_dim=8).window is None
     assert layer_of("qwen2").qkv_bias and not layer_of("qwen2").use_bias
@@ -100,7 +100,7 @@ def test_gemma3_has_two_rotary_bases_in_older_and_newer_files():
     model = model_of("gemma3_text", sliding_window_pattern=3, **old)
     assert model == model_of("gemma3_text", layer_types=[LOCAL, LOCAL, GLOBAL] * 2, rope_parameters=newer)
     near, _, far = model.config.layers
-    assert (kinds(model), near.rotary.base, far.rotary.factor) == ("local local global", 2e4, 8.0)
+    assert (kinds(model), near.rotary.base, far.rotary.factor) == ("local local attention", 2e4, 8.0)
     without = model_of("gemma3_text", layer_types=[GLOBAL] * 6, rope_local_base_freq=2e4)
     assert (without.config.layer(0).window, without.config.layer(0).rotary.base) == (None, 1e6)
     assert all(make_model(make_config(each)) == each for each in (model, without))
@@ -109,9 +109,9 @@ def test_gemma3_has_two_rotary_bases_in_older_and_newer_files():
 PATTERNS = {
     "all": ({"layer_types": [LOCAL] * 6}, "attention", 5),
     "off": ({"use_sliding_window": False}, "attention", None),
-    "last ones": ({"max_window_layers": 4}, "global global global global local local", 5),
-    "period of three": ({"layer_types": [LOCAL, LOCAL, GLOBAL] * 2}, "local local global", 5),
-    "cut period": ({"layer_types": [LOCAL, LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL]}, "local local local global", 5),
+    "last ones": ({"max_window_layers": 4}, "attention attention attention attention local local", 5),
+    "period of three": ({"layer_types": [LOCAL, LOCAL, GLOBAL] * 2}, "local local attention", 5),
+    "cut period": ({"layer_types": [LOCAL, LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL]}, "local local local attention", 5),
 }
 
 
@@ -292,7 +292,7 @@ EXPORTS = {
     "kinds": (layers("attention", "gru"), None, "model.layers = 'attention gru': .*no layers of gru"),
     "attention alone": (ALONE, "llama", "llama does not have such models .*intermediate_size = 0"),
     "window": (layers("attention", window=5), "llama", "model.attention.window = 5: llama .*None"),
-    "windows": ({"layers": (layer("global"), layer("local", window=5))}, "llama", "model.local.window = 5: llama"),
+    "windows": ({"layers": (layer("attention"), layer("local", window=5))}, "llama", "model.local.window = 5: llama"),
     "kind of another family": (layers("differential"), "mistral", "model.layers = 'differential': mistral .*'attenti"),
     "hybrid": (HYBRID, "olmo_hybrid", "model.norm_at = 'before'"),
     "gate": (HYBRID | {"norm_at": "hybrid"}, "olmo_hybrid", "model.gated_delta.gate = False: olmo_hybrid .*True"),
@@ -310,7 +310,7 @@ def test_model_of_no_family_is_refused_by_its_field(changes, family, message):
 
 
 def test_fields_that_say_the_same_are_one_config():
-    same = [layers("global", kv_heads=6, head_dim=8, use_bias=False, qkv_bias=False, scale=8**-0.5, heads=6)]
+    same = [layers("attention", kv_heads=6, head_dim=8, use_bias=False, qkv_bias=False, scale=8**-0.5, heads=6)]
     same += [layers("attention"), {"dropout": 0.5, "remat": "block"}, {"positions": "auto"}]
     for changes in same:
         assert make_config(MODEL.replace(**changes)) == make_config(MODEL)
@@ -320,7 +320,7 @@ def test_family_is_the_first_that_has_the_model():
     for changes, family in (
         (layers("attention", window=5), "mistral"),
         (layers("attention", qkv_bias=True), "qwen2"),
-        ({"layers": (layer("local", qkv_bias=True, window=5), layer("global", qkv_bias=True))}, "qwen2"),
+        ({"layers": (layer("local", qkv_bias=True, window=5), layer("attention", qkv_bias=True))}, "qwen2"),
         (layers("attention", qk_norm=True), "qwen3"),
         (layers("differential"), "diffllama"),
         (layers("attention", rotary=Rotary(fraction=0.5)), "phi3"),

@@ -8,7 +8,7 @@ from attnlab import config as configs
 from attnlab.nn import GPT, AttentionConfig, ModelConfig
 from attnlab.nn.config import KINDS
 from attnlab.nn.mixers.gated_conv import GatedConvConfig
-from attnlab.nn.multihead import GlobalConfig, LocalConfig
+from attnlab.nn.multihead import LocalConfig
 from attnlab.support.errors import UserError
 from attnlab.support.options import options
 
@@ -38,7 +38,6 @@ INVALID = {
 
 NO_FIELD = {
     "rotary of forget": ({"layers": "forget", "forget": {"rotary": {}}}, "forget.rotary = {}: no such option"),
-    "window of global": ({"layers": "global", "global": {"window": 8}}, "global.window = 8: no such option"),
     "misspelled": ({"attention": {"windw": 8}}, "attention.windw = 8: no such option .did you mean window"),
     "misspelled field": ({"widht": 8}, "widht = 8: no such option .did you mean width"),
     "misspelled rotary": (
@@ -87,7 +86,7 @@ def test_option_whose_effect_another_takes_is_an_error_of_a_new_run():
     "values",
     [
         {"layers": "gated_conv*2 attention", "attention": {"kv_heads": 2, "rotary": {"base": 5.0}}, "num_heads": 2},
-        {"layers": "local global", "local": {"window": 8, "rotary": {"base": 5.0}}, "global": {"soft_cap": 5.0}},
+        {"layers": "local attention", "local": {"window": 8, "rotary": {"base": 5.0}}, "attention": {"soft_cap": 5.0}},
         CONV | {"gated_conv": {"kernel_size": 2}, "dropout": 0.1, "use_bias": True, "positions": "learned"},
         CONV | {"width": 129},  # that heads need not divide
         CONV | {"attention": {"window": None}},  # the default
@@ -128,8 +127,7 @@ def test_kinds_are_named_by_their_config_and_declare_a_default_for_every_option(
         assert kind.kind == name and kind() == kind(**defaults)
 
 
-@pytest.mark.parametrize("window", [None, pytest.param(3, marks=pytest.mark.slow)])
-def test_local_and_global_layers_make_the_programs_of_attention(window):
+def test_local_layers_make_the_programs_of_attention_with_a_window():
     sizes = {"vocab_size": 40, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12}
     tokens = np.arange(24).reshape(2, 12)
 
@@ -137,4 +135,4 @@ def test_local_and_global_layers_make_the_programs_of_attention(window):
         model = GPT.of(**sizes, layers=layer)
         return jax.jit(model.apply).lower(jax.eval_shape(model.init, jax.random.key(0), tokens), tokens).as_text()
 
-    assert program(AttentionConfig(window=window)) == program(LocalConfig(window=window) if window else GlobalConfig())
+    assert program(AttentionConfig(window=3)) == program(LocalConfig(window=3))

@@ -13,7 +13,7 @@ from attnlab.nn import GPT, KVCache, stack_layers
 from tests.parameters import parameters
 
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 8), dtype=np.int32)
-LOCAL_GLOBAL = {"layers": "local global", "num_layers": 3}
+LOCAL_GLOBAL = {"layers": "local attention", "num_layers": 3}
 OPTIONS = {
     "learned": {"positions": "learned", "use_bias": True},
     "rotary": {},
@@ -48,7 +48,7 @@ OPTIONS = {
         "embedding_scale": 4.0,
         "logit_cap": 2.0,
         "local": {"rotary": {"base": 10.0}, "window": 3, "scale": 0.7, "soft_cap": 1.5, "value_residual": True},
-        "global": {
+        "attention": {
             "rotary": {"base": 100.0, "scaling": "linear", "factor": 2.0},
             "scale": 0.7,
             "soft_cap": 1.5,
@@ -66,7 +66,7 @@ OPTIONS = {
         **LOCAL_GLOBAL,
         "bigrams": True,
         "local": {"window": 3, "kv_heads": 2, "value_residual": True},
-        "global": {"kv_heads": 2, "value_residual": True},
+        "attention": {"kv_heads": 2, "value_residual": True},
     },
     "bigrams": {"bigrams": True, "num_layers": 1},
 }
@@ -261,7 +261,7 @@ def test_gpt_bfloat16_keeps_float32_parameters():
         ({"mlp_ratio": 0.01}, 8, "mlp_ratio = 0.01: .*1/16 .*width = 16"),
         ({"padded_vocab_size": 10}, 8, "padded_vocab_size = 10: expected vocab_size = 11 or more"),
         ({"layers": "local far"}, 8, "layers = 'local far': no kind 'far'"),
-        ({"layers": "local global"}, 8, "local.window = None: expected the positions"),
+        ({"layers": "local attention"}, 8, "local.window = None: expected the positions"),
         ({"attention": {"qk_norm_joint": True, "qk_norm": False}}, 8, "attention.qk_norm_joint = True: .* qk_norm"),
     ],
 )
@@ -304,7 +304,7 @@ def test_gpt_values_are_mixed_with_those_of_the_first_layer():
 
         return np.asarray(apply(jax.tree_util.tree_map_with_path(changed, variables), TOKENS))
 
-    without = {kind: OPTIONS["gemma"][kind] | {"value_residual": False} for kind in ("local", "global")}
+    without = {kind: OPTIONS["gemma"][kind] | {"value_residual": False} for kind in ("local", "attention")}
     plain = gpt(**OPTIONS["gemma"] | without)
     same = jax.tree.map(lambda x: x, variables["params"])
     for layer in range(3):

@@ -106,7 +106,7 @@ def reference(params, tokens, *, window, base, norm_at, plus_one, epsilon=1e-5):
     "kind, norm_at",
     [
         pytest.param(kind, norm_at, marks=[pytest.mark.slow] * (fast != norm_at))
-        for kind, fast in (("local", "both"), ("global", "after"))
+        for kind, fast in (("local", "both"), ("attention", "after"))
         for norm_at in ("before", "after", "both")
     ],
 )

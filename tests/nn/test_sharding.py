@@ -24,7 +24,7 @@ def mesh():
     return jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
 
-@pytest.mark.parametrize("kind", [name for name in KINDS if name not in ("attention", "local", "global", "forget")])
+@pytest.mark.parametrize("kind", [name for name in KINDS if name not in ("attention", "local", "forget")])
 def test_matrices_of_mixers_are_split_along_embed_and_heads(kind):
     model = GPT.of(**SIZES | {"num_layers": 1}, layers=kind)
     shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"]

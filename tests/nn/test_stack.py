@@ -126,7 +126,7 @@ def test_traced_targets_out_of_range_have_a_loss_of_nan():
 @pytest.fixture(scope="module")
 def hybrid():
     """A model whose layers are of two kinds, and its parameters."""
-    model = GPT.of(**SIZES | {"num_layers": 5}, positions="none", layers="global conv", mlp_ratio=1.0)
+    model = GPT.of(**SIZES | {"num_layers": 5}, positions="none", layers="attention conv", mlp_ratio=1.0)
     return model, parameters(model, TOKENS)["params"]
 
 
@@ -175,13 +175,13 @@ def test_cache_of_one_layer_instead_of_all_raises_one_line(hybrid):
 @pytest.mark.parametrize(
     "layers, number",
     [
-        ("local*2 global", 2),
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("local global", 1), ("local*2 global", 5))),
+        ("local*2 attention", 2),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("local attention", 1), ("local*2 attention", 5))),
     ],
 )
 def test_stacked_layers_of_fewer_than_a_pattern_compute_what_single_ones_do(layers, number):
     residual = {"value_residual": True}
-    options = {"layers": layers, "local": {"window": 3, **residual}, "global": residual, "mlp_ratio": 1.0}
+    options = {"layers": layers, "local": {"window": 3, **residual}, "attention": residual, "mlp_ratio": 1.0}
     model = GPT.of(**SIZES | {"num_layers": number}, **options)
     params = parameters(model, TOKENS)["params"]
     expected, found = (jax.jit(model.apply)({"params": p}, TOKENS) for p in (params, stack_layers(params)))

@@ -108,7 +108,7 @@ def test_peak_flops_are_plausible():
 def test_decoded_token_costs_its_weights_and_its_visible_keys():
     """Two layers, one with a window of 3; four heads of 4 features, two of keys; 16 positions."""
     local, keys = {"window": 3}, {"kv_heads": 2}
-    model = GPT.of(**SMALL, layers="local global", local=local | keys, **{"global": keys})
+    model = GPT.of(**SMALL, layers="local attention", local=local | keys, attention=keys)
     weights = 2 * (16 * 4 * (2 * 4 + 2 * 2) + 2 * 4 * 16 * 16) + 10 * 16
     assert flops.per_decoded_token(model, 16) == 2 * weights + 4 * 4 * 4 * (3 + 16)
     assert flops.per_decoded_token(model, 2) == 2 * weights + 4 * 4 * 4 * (2 + 2)

@@ -11,8 +11,8 @@ from attnlab.interop.huggingface.config_reader import ConfigReader, activation_n
 from attnlab.nn import AttentionConfig, LayerConfig, ModelConfig
 from attnlab.nn.mixers.gated_delta_net import GatedDeltaConfig
 from attnlab.nn.mixers.interface import RecurrentConfig
-from attnlab.nn.mixers.mamba2 import Mamba2Config
-from attnlab.nn.multihead import GlobalConfig, LocalConfig
+from attnlab.nn.multihead import LocalConfig
+from attnlab.nn.multihead import AttentionConfig, LocalConfig
 
 _NO_LIMIT = ([0, math.inf], [0, {"__float__": "Infinity"}])  # the second in files of transformers 5
 _RECURRENT = "linear_attention"
@@ -88,7 +88,7 @@ def windowed(hf: ConfigReader, local: list[bool], options: dict, **local_options
     local_options = options | local_options | {"window": hf.integer("sliding_window")}
     if all(local):
         return (AttentionConfig(**local_options),)
-    kinds = GlobalConfig(**options), LocalConfig(**local_options)
+    kinds = AttentionConfig(**options), LocalConfig(**local_options)
     return period([kinds[each] for each in local])
 
 

@@ -107,7 +107,7 @@ DEEPSEEK_V3 = Names({"latent": ("self_attn", _latent)})
 
 def kind_of(layer: LayerConfig) -> str:
     """The kind of a layer, "attention" with a window or without."""
-    return "attention" if layer.kind in ("local", "global") else layer.kind
+    return "attention" if layer.kind == "local" else layer.kind
 
 
 def table(
