@@ -11,6 +11,7 @@ from attnlab.interop.huggingface.config_reader import ConfigReader, activation_n
 from attnlab.nn import AttentionConfig, LayerConfig, ModelConfig
 from attnlab.nn.mixers.gated_delta_net import GatedDeltaConfig
 from attnlab.nn.mixers.interface import RecurrentConfig
+from attnlab.nn.mixers.mamba2 import Mamba2Config
 from attnlab.nn.multihead import LocalConfig
 
 _NO_LIMIT = ([0, math.inf], [0, {"__float__": "Infinity"}])  # the second in files of transformers 5

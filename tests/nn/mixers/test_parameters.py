@@ -122,7 +122,7 @@ def test_short_convolution_starts_uniform_within_the_root_of_its_width():
 
 # Of each kind, what Muon does not move besides norms and biases; "-" nothing.
 LEFT_TO_ADAMW = {
-    "attention local global latent stick_breaking linear retention gla gru conv": "-",
+    "attention local latent stick_breaking linear retention gla gru conv": "-",
     "forget": "-",
     "differential": "lambda_k1 lambda_k2 lambda_q1 lambda_q2",
     "delta": "key_conv/kernel query_conv/kernel value_conv/kernel",
