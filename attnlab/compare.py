@@ -31,7 +31,6 @@ from attnlab.comparing import protocol as protocols
 from attnlab.comparing.parts import Part
 from attnlab.comparing.protocol import FACTORS, Protocol
 from attnlab.comparing.variants import SIZES, Variant, config_of, fields_of_file, matched, parse, size
-from attnlab.config import model_config
 from attnlab.data.tasks import named
 from attnlab.nn import custom
 from attnlab.support import workers
@@ -127,9 +126,7 @@ def _check_own(found) -> None:
     """Raise UserError for the first failed check of a custom layer."""
     checked = set()
     for config in found:
-        config = config.copy_and_resolve_references()
-        config.precision, config.model.dropout = "float32", 0.0
-        model = model_config(config)
+        model = config.changed({"precision": "float32", "model.dropout": 0.0}).model
         for layer in model.used:
             if custom.is_custom(layer.kind) and layer.kind not in checked:
                 checked.add(layer.kind)

@@ -32,6 +32,7 @@ from ml_collections import ConfigDict
 
 from attnlab import commands, compilation
 from attnlab import config as configs
+from attnlab.config import RunConfig
 from attnlab.nn import custom
 from attnlab.nn.layer import Layer
 from attnlab.ops.masks import Mask
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None, **hooks) -> int:
 
 
 def train(
-    config: ConfigDict,
+    config: ConfigDict | RunConfig,
     workdir: str | Path,
     *,
     eval_only: bool = False,
@@ -140,7 +141,7 @@ def train(
             raise
 
 
-def is_finished(config: ConfigDict, workdir: str | Path) -> bool:
+def is_finished(config: ConfigDict | RunConfig, workdir: str | Path) -> bool:
     """Whether the run of a config is in a workdir and finished; nothing is loaded or written."""
     return runs.resolve(config, workdir).origin == "finished"
 
@@ -170,7 +171,7 @@ def _define(values, argv):
     commands.define_import(values, argv)
     workdir = Path((commands.given(argv, "workdir") or [runs.NOWHERE])[-1])
     needs = not commands.given(argv, "config") and (workdir / "config.json").exists()
-    commands.define_config(values, argv, configs.from_dict(read_config(workdir)) if needs else None)
+    commands.define_config(values, argv, configs.editable(configs.from_json(read_config(workdir))) if needs else None)
     flags.DEFINE_string("workdir", None, "folder of the run; by default runs/NAME-OF-CONFIG", flag_values=values)
     flags.DEFINE_bool("eval_only", False, "evaluate the newest checkpoint and write nothing", flag_values=values)
 
@@ -181,11 +182,11 @@ def _main(values, own_process: bool, **hooks) -> int:
         compilation.keep_programs()
         compilation.release_memory()
     completed = configs.completed(config)
-    custom.check_used(values["import"].value, configs.model_config(completed).used)
+    custom.check_used(values["import"].value, completed.model.used)
     status.show("starting the devices")
     processes.connect(completed.parallel.timeout)  # a plan needs all processes
     workdir = values.workdir or Path("runs") / name
-    return train(config, workdir, eval_only=values.eval_only, own_process=own_process, **hooks)
+    return train(completed, workdir, eval_only=values.eval_only, own_process=own_process, **hooks)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from attnlab import commands, compilation, loading
 from attnlab.comparing import certificate
 from attnlab.comparing.variants import state_bytes
+from attnlab.config import RunConfig
 from attnlab.data.batches import Batch
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
@@ -155,16 +155,13 @@ def _losses_by_position(run: loading.Run, workdir: Path) -> np.ndarray:
     return _mean_losses(run, _longer(run.config, 1), workdir)
 
 
-def _longer(config: ConfigDict, times: int) -> ConfigDict:
-    config = config.copy_and_resolve_references()
-    config.model.context *= times
-    config.batch_size, config.optimizer.accumulation = max(1, config.batch_size // times), 1
-    config.eval.windows = max(1, config.eval.windows // times)
-    config.eval.part = "second"
-    return config
+def _longer(config: RunConfig, times: int) -> RunConfig:
+    sizes = {"batch_size": max(1, config.batch_size // times), "eval.windows": max(1, config.eval.windows // times)}
+    sizes |= {"model.context": config.model.context * times, "optimizer.accumulation": 1}
+    return config.changed(sizes | {"eval.part": "second"})
 
 
-def _mean_losses(run: loading.Run, config: ConfigDict, workdir: Path) -> np.ndarray:
+def _mean_losses(run: loading.Run, config: RunConfig, workdir: Path) -> np.ndarray:
     model = run.model.replace(context=config.model.context)
     batches = texts.load(config, Workdir(workdir)).validation
 

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from attnlab import commands
 from attnlab import config as configs
-from attnlab.config import model_config
+from attnlab.config import RunConfig
 from attnlab.nn import GPT
 from attnlab.support.errors import UserError
 from attnlab.sweeping import grid
@@ -88,7 +87,7 @@ def fields_of_file(file: str, name: str) -> Mapping:
     return found
 
 
-def config_of(options: Sequence[str], name: str = "") -> ConfigDict:
+def config_of(options: Sequence[str], name: str = "") -> RunConfig:
     """The completed config of some options of `attnlab train`; errors name the variant."""
     try:
         return grid.config_of(options)
@@ -96,10 +95,10 @@ def config_of(options: Sequence[str], name: str = "") -> ConfigDict:
         raise UserError(f"--variant={name!r}: {error}" if name else str(error)) from error
 
 
-def size(config: ConfigDict, vocab_size: int, of: str, length: int | None = None) -> float:
+def size(config: RunConfig, vocab_size: int, of: str, length: int | None = None) -> float:
     """The parameters of a config's model, its FLOPs of training per token, or the bytes it keeps of `length` tokens."""
-    config.precision = precision.resolved(config.precision)
-    model = GPT(model_config(config, vocab_size))
+    config = config.changed({"precision": precision.resolved(config.precision)})
+    model = GPT(config.over_tokens(vocab_size))
     if of == "flops":
         return flops.per_token(model, config.model.context)
     if of == "state":
@@ -128,12 +127,11 @@ def matched(
 
 def _matched(variant: Variant, options, vocab_size: int, of: str, wanted: float, length) -> Variant:
     config = config_of([*options, *variant.options], variant.name)
-    step = config.model.num_heads * (2 if model_config(config).position_encoding == "rotary" else 1)
+    step = config.model.num_heads * (2 if config.model.position_encoding == "rotary" else 1)
     width, low, high = config.model.width, step, 2 * step
 
     def size_at(width: int) -> float:
-        config.model.width = width
-        return size(config, vocab_size, of, length)
+        return size(config.changed({"model.width": width}), vocab_size, of, length)
 
     while (largest := size_at(high)) < wanted:
         if high > WIDEST:

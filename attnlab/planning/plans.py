@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 from ml_collections import ConfigDict
 
+from attnlab.config import ParallelFields, RunConfig, completed
 from attnlab.nn import GPT
 from attnlab.ops.context import context_parallel
 from attnlab.planning import programs
@@ -27,7 +28,7 @@ class Plan:
     """A run as compiled for a topology."""
 
     name: str
-    config: ConfigDict  # as compiled: `pmap` is planned as a mesh
+    config: RunConfig  # as compiled: `pmap` is planned as a mesh
     topology: Topology
     mesh: dict[str, int]
     vocab_size: int
@@ -82,9 +83,9 @@ def _sizes(step: Program) -> dict:
     return sizes | {"compile_seconds": round(step.compile_seconds, 2)}
 
 
-def plan(config: ConfigDict, topology: Topology, vocab_size: int | None = None, name: str = "") -> Plan:
+def plan(config: ConfigDict | RunConfig, topology: Topology, vocab_size: int | None = None, name: str = "") -> Plan:
     """Compile a run for a topology; nothing runs, and no text is read."""
-    config, notes = _as_mesh(config, topology)
+    config, notes = _as_mesh(completed(config), topology)
     config, vocab_size, assumed = vocabulary(config, vocab_size, topology.devices[0])
     notes += assumed
     parallel = parallel_lib.from_config(config, devices=topology.devices)
@@ -113,14 +114,14 @@ def plan(config: ConfigDict, topology: Topology, vocab_size: int | None = None, 
 
 
 def vocabulary(
-    config: ConfigDict, vocab_size: int | None = None, device: jax.Device | None = None
-) -> tuple[ConfigDict, int, list[str]]:
+    config: RunConfig, vocab_size: int | None = None, device: jax.Device | None = None
+) -> tuple[RunConfig, int, list[str]]:
     """The config of the run on a device, the size of its vocabulary, and notes."""
     plan = run.resolve(config, device=device)
-    config, tokenizer = ConfigDict(plan.config), plan.tokenizer
+    config, tokenizer = plan.config, plan.tokenizer
     if vocab_size or tokenizer is not None:
         return config, vocab_size or tokenizer.vocab_size, []
-    kind, rows = config.data.tokenizer, config.model.vocab_size
+    kind, rows = config.data.tokenizer, config.vocab_size
     size = {"byte": 256, "char": _CHARACTERS}.get(kind, config.data.vocab_size)
     if kind == "byte" or rows:
         return config, min(size, rows or size), []
@@ -157,13 +158,11 @@ def attention_of(
     return {f"block_{n}": backends.get(kind, kind) for n, kind in enumerate(layers)}, rejected
 
 
-def _as_mesh(config: ConfigDict, topology: Topology) -> tuple[ConfigDict, list[str]]:
+def _as_mesh(config: RunConfig, topology: Topology) -> tuple[RunConfig, list[str]]:
     """The config with the strategy that can be compiled for devices that are not here, and a note if it is another."""
     if config.parallel.strategy == "mesh" or topology.name == "here":
         return config, []
-    config = config.copy_and_resolve_references()
-    config.parallel.strategy = "mesh"
-    config.parallel.mesh.update(data=-1, fsdp=1, context=1, tensor=1)
+    config = dataclasses.replace(config, parallel=ParallelFields("mesh", config.parallel.timeout))
     return config, ["pmap runs only on devices that are here: planned with config.parallel.strategy=mesh"]
 
 

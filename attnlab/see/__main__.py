@@ -29,9 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from jaxtyping import Int
-from ml_collections import ConfigDict
 
 from attnlab import commands, compilation, see
+from attnlab.config import RunConfig
 from attnlab.data import tasks
 from attnlab.interop import huggingface
 from attnlab.nn import GPT, custom
@@ -164,7 +164,7 @@ class Subject(NamedTuple):
     measured_on: str  # `predicted` in words
 
 
-def _subject(values, workdir: Path, model: GPT, tokenizer, config: ConfigDict) -> Subject:
+def _subject(values, workdir: Path, model: GPT, tokenizer, config: RunConfig) -> Subject:
     length = _length(values.length, model.config.context)
     texts = values.prompt or []
     prompts = [_encoded(text, tokenizer, length, model.config.context) for text in texts]
@@ -206,22 +206,21 @@ def _encoded(text: str, tokenizer, length: int, context: int) -> np.ndarray:
 
 
 def _windows(
-    workdir: Path, config: ConfigDict, length: int, text: str | None, is_optional: bool
+    workdir: Path, config: RunConfig, length: int, text: str | None, is_optional: bool
 ) -> Int[np.ndarray, "N T1"] | None:
     """Evenly spaced windows of the validation text, each of one document; None if unreadable and is_optional."""
     from attnlab.training import text as texts
 
     several = 32 if config.data.packing == "documents" else 1
-    config = ConfigDict(config)
-    config.model.context, config.optimizer.accumulation = length, 1
-    config.batch_size = config.eval.windows = several * SEQUENCES
-    config.data.store = ""  # the run may come from another machine
+    size = several * SEQUENCES
+    fields = {"model.context": length, "optimizer.accumulation": 1, "batch_size": size, "eval.windows": size}
+    fields["data.store"] = ""  # the run may come from another machine
     try:
         if text is None and (elsewhere := config.data.path or config.data.mixture):
             raise UserError(f"{workdir} was trained on {elsewhere}, outside of it: name the text with --text=FILE")
         if text is not None:
-            config.data.path, config.data.name, config.data.mixture = text, "text", ""
-        batch = texts.load(config, Workdir(workdir)).validation[0]
+            fields |= {"data.path": text, "data.mixture": ""}
+        batch = texts.load(config.changed(fields), Workdir(workdir)).validation[0]
     except UserError as error:
         if not is_optional:
             raise UserError(f'{commands.one_line(error)}; or give --prompt="…"') from error

@@ -105,7 +105,7 @@ def check_values(declared: Mapping[str, Option], values: Mapping[str, Any]) -> N
 
 def from_values(declaring: type, values: Mapping[str, Any]):
     """An instance of a dataclass with these values, where a group of options is a mapping; FieldError for others."""
-    fields = {field.name: field.type for field in dataclasses.fields(declaring)}
+    fields, declared = {field.name: field.type for field in dataclasses.fields(declaring)}, options(declaring)
     converted = {}
     for name, value in values.items():
         if name not in fields:
@@ -115,7 +115,8 @@ def from_values(declaring: type, values: Mapping[str, Any]):
                 value = from_values(fields[name], value)
             except FieldError as error:
                 raise error.within(name) from None
-        converted[name] = value
+        is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        converted[name] = float(value) if is_number and name in declared and declared[name].types[0] is float else value
     return declaring(**converted)
 
 

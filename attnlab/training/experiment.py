@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from ml_collections import ConfigDict
 
-from attnlab import config as configs
+from attnlab.config import RunConfig
 from attnlab.data.batches import Batch, Batches, prefetched
 from attnlab.data.tasks import named
 from attnlab.nn import GPT
@@ -44,7 +43,7 @@ class Experiment:
 
     def __init__(
         self,
-        config: ConfigDict,
+        config: RunConfig,
         vocab_size: int,
         *,
         model: nn.Module | None = None,
@@ -57,14 +56,14 @@ class Experiment:
         self.parallel = parallel or parallel_lib.from_config(config)
         self.config = config
         if model is None:
-            self.model = GPT(with_parts(configs.model_config(config, vocab_size), mask, score_mod))
+            self.model = GPT(with_parts(config.over_tokens(vocab_size), mask, score_mod))
             _check_backend(self.model, self.parallel.mesh.devices.flat[0].platform)
         else:
             _check_model(model, vocab_size, config.data.packing)
             self.model = model.over_tokens(vocab_size) if isinstance(model, GPT) else model
         self._over_tokens = self.model if isinstance(self.model, GPT) else _OverTokens(self.model, vocab_size)
         # A user's optimizer may select parameters by layer.
-        self.scan = model is None and (states.scans(config) if optimizer is None else bool(config.model.scan))
+        self.scan = model is None and (states.scans(config) if optimizer is None else bool(config.scan))
         self._init = jax.jit(self.model.init)
         self.learning_rate = None
         skip = config.on_nonfinite == "skip"

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-from ml_collections import ConfigDict
 
-from attnlab.config import default, from_dict, model_config, model_fields, set_fields
+from attnlab.config import RunConfig, from_json, model_fields
 from attnlab.data import tokenizers
 from attnlab.interop import huggingface
 from attnlab.nn import GPT
@@ -30,7 +29,7 @@ class Run(NamedTuple):
     model: GPT | nn.Module
     params: dict[str, Any]
     tokenizer: tokenizers.Tokenizer | None
-    config: ConfigDict
+    config: RunConfig
 
 
 def load(
@@ -104,7 +103,7 @@ def checkpoints_of(workdir: Path):
     """The `Checkpoints` of a run; Orbax takes seconds to import."""
     from attnlab.training.checkpoints import Checkpoints
 
-    return Checkpoints(from_dict(read_config(workdir)).checkpoint.dir or workdir / "checkpoints")
+    return Checkpoints(from_json(read_config(workdir)).checkpoint.dir or workdir / "checkpoints")
 
 
 def chosen_step(checkpoints, workdir: Path, step: int | str) -> int:
@@ -122,20 +121,20 @@ def chosen_step(checkpoints, workdir: Path, step: int | str) -> int:
     return named[str(step)]
 
 
-def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer | None, ConfigDict]:
+def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer | None, RunConfig]:
     """Model, tokenizer and config as from `load`, without the parameters; `passed` are model, mask and score_mod."""
     from attnlab.training.passed import Passed
 
     workdir = Path(workdir)
     if not huggingface.is_hf(workdir):
         saved = read_config(workdir)
-        config, tokenizer = from_dict(saved), read_tokenizer(workdir, saved)
+        config, tokenizer = from_json(saved), read_tokenizer(workdir, saved)
         passed = Passed(**passed)
         passed.check_reads(saved, workdir)
         if (model := passed.model) is None:
             from attnlab.training.experiment import with_parts
 
-            model = GPT(with_parts(model_config(config, tokenizer.vocab_size), passed.mask, passed.score_mod))
+            model = GPT(with_parts(config.over_tokens(tokenizer.vocab_size), passed.mask, passed.score_mod))
         elif isinstance(model, GPT):
             model = model.over_tokens(tokenizer.vocab_size)
         return model, tokenizer, config
@@ -146,7 +145,6 @@ def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer
             f"{workdir} has a tokenizer of {tokenizer.vocab_size} tokens and a model of {model.config.vocab_size}: "
             "provide the model's own tokenizer"
         )
-    config = default()
-    set_fields(config.model, model_fields(model.config))
-    config.data.tokenizer = "pretrained"
+    fields = {f"model.{name}": value for name, value in model_fields(model.config).items()}
+    config = RunConfig.of(fields | {"data.tokenizer": "pretrained"})
     return model if tokenizer is None else model.over_tokens(tokenizer.vocab_size), tokenizer, config

@@ -11,9 +11,8 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 
-from attnlab import config as configs
+from attnlab.config import RunConfig
 from attnlab.data.batches import Batch
 from attnlab.nn import sharding
 from attnlab.nn.multihead import AttentionConfig
@@ -205,9 +204,9 @@ def make(
     return Parallel(strategy, mesh)
 
 
-def from_config(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Parallel:
+def from_config(config: RunConfig, devices: Sequence[jax.Device] | None = None) -> Parallel:
     """Choose the devices of a run, and check its batch and model against them."""
-    parallel = make(config.parallel.strategy, **config.parallel.mesh, devices=devices)
+    parallel = make(config.parallel.strategy, **vars(config.parallel.mesh), devices=devices)
     check_shares(config, math.prod(parallel.mesh.shape[name] for name in BATCH))
     return parallel
 
@@ -217,9 +216,9 @@ def from_first_process(number: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(number))) if jax.process_count() > 1 else int(number)
 
 
-def check_shares(config: ConfigDict, devices: int) -> None:
+def check_shares(config: RunConfig, devices: int) -> None:
     """Raise UserError for a size that cannot be split evenly; so many `devices` split the batch."""
-    mesh, accumulation, model = config.parallel.mesh, config.optimizer.accumulation, configs.model_config(config)
+    mesh, accumulation, model = config.parallel.mesh, config.optimizer.accumulation, config.model
     key_heads = [(f"model.{x.kind}.kv_heads", x.kv_heads or 0) for x in model.used if isinstance(x, AttentionConfig)]
     parts = f"devices × accumulation = {devices} × {accumulation} ="
     for name, size, by, of in (

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from ml_collections import ConfigDict
 
 from attnlab.nn import custom
 from attnlab.nn.layer import Layer
@@ -42,15 +41,12 @@ class Passed(NamedTuple):
         """Arguments of `Experiment`: all but the layers, which a config names."""
         return {name: value for name, value in self._asdict().items() if name != "layers"}
 
-    def named_in(self, config: ConfigDict) -> ConfigDict:
-        """The config, with the name of the layers; UserError for a part of its GPT beside a model in its place."""
+    def of_model(self) -> dict[str, str]:
+        """Fields of `config.model`: the name of the layers. UserError for a part of its GPT beside a model in its place."""
         for name in ("layers", "mask", "score_mod"):
             if self.model is not None and getattr(self, name) is not None:
                 raise UserError(f"{name}= is for the config's GPT, and model= takes its place: leave one of them out")
-        if self.layers is not None:
-            config = config.copy_and_resolve_references()
-            config.model.layers = custom.register(self.layers)
-        return config
+        return {} if self.layers is None else {"layers": custom.register(self.layers)}
 
     def metadata(self) -> dict:
         """The entry "user_defined" of `config.json`; {} where nothing is passed."""

@@ -4,17 +4,16 @@ from pathlib import Path
 
 import flax.linen as nn
 import jax
-from ml_collections import ConfigDict
 
-from attnlab import config as configs
+from attnlab.config import RunConfig, declared, model_fields
 from attnlab.data import tokenizers
 from attnlab.support.errors import UserError
 from attnlab.training import state as states
 from attnlab.training.loading import load_params, peek
-from attnlab.training.workdir import read_config
+from attnlab.training.workdir import Workdir
 
 
-def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers.Tokenizer | None]:
+def completed(config: RunConfig, workdir: Workdir) -> tuple[RunConfig, tokenizers.Tokenizer | None]:
     """The config with the model fields of the model in `config.init_from`, and the tokenizer there.
 
     An existing run in `workdir` takes the fields from its `config.json`, as `init_from` may have been deleted since.
@@ -30,30 +29,26 @@ def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers
                 "folder with a Hugging Face model, by --config.init_from=PATH"
             )
         return config, None
-    tokenizer, saved = None, read_config(workdir) if (workdir / "config.json").exists() else {}
-    if saved.get("init_from") == config.init_from:
-        was = configs.from_dict(saved)
-        shape, has_tokenizer = configs.fields(was.model), was.data.tokenizer == "pretrained"
+    was, tokenizer = workdir.config, None
+    if was is not None and was.init_from == config.init_from:
+        shape = model_fields(was.model) | {"vocab_size": was.vocab_size}
+        has_tokenizer = was.data.tokenizer == "pretrained"
     else:
         model, tokenizer = _source(config)
-        shape, has_tokenizer = configs.model_fields(model.config), tokenizer is not None
-    whole = config.copy_and_resolve_references()
-    set_here = (*states.HOW, "context")
-    configs.set_fields(whole.model, {n: x for n, x in shape.items() if n.rpartition(".")[2] not in set_here})
-    if has_tokenizer:
-        whole.data.tokenizer = "pretrained"
-    defaults, set_ = configs.fields(configs.default()), configs.fields(config)
-    for name, value in configs.fields(whole).items():
-        if set_[name] not in (value, defaults[name]):
+        shape, has_tokenizer = model_fields(model.config), tokenizer is not None
+    set_here, known, here = (*states.HOW, "context"), declared(), config.fields
+    found = {f"model.{name}": value for name, value in shape.items() if name.rpartition(".")[2] not in set_here}
+    found |= {"data.tokenizer": "pretrained"} if has_tokenizer else {}
+    for name, value in found.items():
+        if (set_ := here.get(name, value)) not in (value, known[name].default):
             raise UserError(
-                f"config.{name} = {set_[name]!r} has no effect beside config.init_from = {config.init_from}, where it "
-                f"is {value!r}: leave it out"
+                f"config.{name} = {set_!r} has no effect beside config.init_from = {config.init_from}, where it is "
+                f"{value!r}: leave it out"
             )
-    configs.check(whole)
-    return whole, tokenizer
+    return config.changed(found), tokenizer
 
 
-def _source(config: ConfigDict) -> tuple[nn.Module, tokenizers.Tokenizer | None]:
+def _source(config: RunConfig) -> tuple[nn.Module, tokenizers.Tokenizer | None]:
     """The model and the tokenizer in `config.init_from`; UserError where a run cannot start from them."""
     source = Path(config.init_from)
     if not source.is_file() and not (source / "config.json").exists():
@@ -75,7 +70,7 @@ def _source(config: ConfigDict) -> tuple[nn.Module, tokenizers.Tokenizer | None]
     return model, tokenizer
 
 
-def params(config: ConfigDict, like):
+def params(config: RunConfig, like):
     """Load the parameters in `config.init_from` onto the devices; `like` has their shapes and shardings."""
     model, *_ = peek(config.init_from)
     if "positions" not in like:

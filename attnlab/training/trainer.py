@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.experimental import multihost_utils
 
-from attnlab import config as configs
 from attnlab.data.batches import Batch, prefetched
 from attnlab.data.tasks import named
 from attnlab.generation.decoding import generate
@@ -264,7 +263,7 @@ class Trainer:
 
     def _profiler(self) -> Profiler:
         """Of the first process alone."""
-        steps = configs.profiled(self.config) if self.log else None
+        steps = self.config.profiled if self.log else None
         return Profiler(steps, self.start, self.opened.plan.workdir.path / "profile", self.reporter.print)
 
     def _measure_flops(self) -> None:

@@ -1,14 +1,14 @@
 """The folder of a run: its files, its lock, and the run that an earlier start left there."""
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ml_collections import ConfigDict
-
 from attnlab import config as configs
+from attnlab.config import RunConfig
 from attnlab.data import tokenizers
 from attnlab.nn import custom
 from attnlab.support import files
@@ -23,11 +23,13 @@ class Workdir:
 
     Attributes:
       previous_run: the content of `config.json`; None when no run has begun there.
+      config: of the previous run.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.previous_run = _previous_run(self.path)
+        self.config = None if self.previous_run is None else configs.from_json(self.previous_run)
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -37,34 +39,34 @@ class Workdir:
     @property
     def steps(self) -> int | None:
         """The steps of the previous run's config; None without one."""
-        return self.previous_run and configs.from_dict(self.previous_run).steps
+        return self.config and self.config.steps
 
     @property
     def metrics(self) -> Path:
         """`metrics.jsonl`."""
         return self.path / "metrics.jsonl"
 
-    def checkpoint_dir(self, config: ConfigDict) -> str | Path:
+    def checkpoint_dir(self, config: RunConfig) -> str | Path:
         """`config.checkpoint.dir`, or `checkpoints/` in the folder."""
         return config.checkpoint.dir or self.path / "checkpoints"
 
-    def check_config(self, config: ConfigDict, *, may_extend: bool) -> None:
+    def check_config(self, config: RunConfig, *, may_extend: bool) -> None:
         """Raise UserError unless a config continues the previous run, with more steps if it `may_extend`."""
-        saved = self.previous_run
-        if saved is None:
+        if self.config is None:
             return
-        steps = self.steps
+        steps, before = self.steps, self.config
         if config.steps < steps:
             raise UserError(
                 f"{self} holds a run of {steps} steps, and config.steps = {config.steps} is fewer: a run can be "
                 f"extended, not shortened; give {steps} or more, or choose a new --workdir"
             )
-        if difference := configs.difference(saved | {"steps": config.steps} if may_extend else saved, config):
+        before = dataclasses.replace(before, steps=config.steps) if may_extend else before
+        if difference := config.difference(before):
             raise UserError(
                 f"{self} holds a run with another config ({difference}): choose a new --workdir, or repeat its command"
             )
 
-    def extensions(self, config: ConfigDict, start: int) -> list[dict]:
+    def extensions(self, config: RunConfig, start: int) -> list[dict]:
         """Extensions of a run that resumes from `start`: `{"at_step", "from_steps", "to_steps"}`, oldest first."""
         if self.previous_run is None or not start:
             return []
@@ -121,7 +123,7 @@ def read_config(workdir: Path) -> dict:
         raise UserError(f"{workdir} holds a Hugging Face model, not a run of attnlab: choose another folder")
     custom.check_imported(saved.get("code", {}), workdir)
     try:
-        configs.check(configs.from_dict(saved))
+        configs.from_json(saved)
     except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise _damaged(path, error) from error
     return saved
