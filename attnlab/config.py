@@ -22,7 +22,16 @@ from attnlab.nn.config import KINDS, ModelConfig
 from attnlab.support import shipped
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
-from attnlab.support.options import FieldError, Option, check_effects, check_values, from_values, option, option_values, options
+from attnlab.support.options import (
+    FieldError,
+    Option,
+    check_effects,
+    check_values,
+    from_values,
+    option,
+    option_values,
+    options,
+)
 
 # Fields that may change between two starts: they change how a run computes, not its results. A text may move, as its
 # content (of a mixture, with its weights) is compared by sha256.
@@ -227,7 +236,7 @@ class RunConfig:
     sample: Sample = Sample()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
-    model: ModelConfig = ModelConfig(vocab_size=1)
+    model: ModelConfig = dataclasses.field(default_factory=lambda: ModelConfig(vocab_size=1))
     vocab_size: int | None = None
     scan: bool | None = None
 
@@ -265,7 +274,7 @@ class RunConfig:
         if 0 < tflops < 1e-6:
             raise FieldError("log.peak_tflops", tflops, "expected 1e-6 or more, or 0 to measure it")
         _check_task(self.data, self.model.context)
-        self.profiled  # noqa: B018: it is checked
+        self.profiled()
 
     def changed(self, values: Mapping[str, Any]) -> "RunConfig":
         """The config with other values of some fields, by dotted name."""
@@ -278,9 +287,8 @@ class RunConfig:
         model = model_fields(self.model) | {"vocab_size": self.vocab_size, "scan": self.scan}
         return own | {f"model.{name}": value for name, value in model.items()}
 
-    @property
     def profiled(self) -> tuple[int, int] | None:
-        """The first and the last step that `log.profile` names, or None."""
+        """The first and the last step that `log.profile` names, or None; FieldError for others than the run has."""
         if not self.log.profile:
             return None
         found = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", self.log.profile)

@@ -3,7 +3,7 @@
 import numpy as np
 import optax
 
-from attnlab.config import default, model_config
+from attnlab.config import completed, default
 from attnlab.nn import GPT
 from attnlab.study import fitting
 
@@ -14,7 +14,7 @@ LAYERS, HEADS, CONTEXT = CONFIG.model.num_layers, CONFIG.model.num_heads, CONFIG
 
 def gpt(vocab_size: int) -> GPT:
     """Create the model for a vocabulary."""
-    return GPT(model_config(CONFIG, vocab_size))
+    return GPT(completed(CONFIG).over_tokens(vocab_size))
 
 
 def adamw(steps: int) -> optax.GradientTransformation:

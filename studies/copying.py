@@ -46,7 +46,7 @@ class Copies(NamedTuple):
     tokens: Int[Array, "B T"]
     # int32 [B, 2·S + 2]: from the 2 on the next symbol of the copy, then 0 for the end; −1 elsewhere
     targets: Int[Array, "B T"]
-    lengths: Int[Array, "B"]  # int32 [B], n
+    lengths: Int[Array, " B"]  # int32 [B], n
 
 
 @compiled

@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import attnlab
+from attnlab import config as configs
 from attnlab import train
 from attnlab.data import tokenizers
 from attnlab.support.errors import UserError
@@ -258,7 +259,8 @@ def test_average_is_evaluated_and_loaded_while_training_goes_on_without_it(tmp_p
     def loaded(step):
         return attnlab.load(tmp_path / "run", step, **BIGRAM).params["params"]["Embed_0"]["embedding"]
 
-    like = Experiment(config, attnlab.load(tmp_path / "run", **BIGRAM).tokenizer.vocab_size, **BIGRAM).abstract_state
+    vocab_size = attnlab.load(tmp_path / "run", **BIGRAM).tokenizer.vocab_size
+    like = Experiment(configs.completed(config), vocab_size, **BIGRAM).abstract_state
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
     raw = [np.asarray(checkpoints.restore(n, like).params["Embed_0"]["embedding"], np.float64) for n in range(7)]
     for step in (1, 4, 6):

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from attnlab.config import RunConfig
 
 from attnlab import train
 from attnlab.comparing.variants import Variant, config_of
+from attnlab.config import RunConfig
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
 from attnlab.sweeping import grid

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attnlab import config as configs
-from attnlab.config import RunConfig
 from attnlab.comparing import page, table
 from attnlab.comparing.protocol import Protocol, resolution, result
 from attnlab.comparing.variants import Variant, fields_of_file
+from attnlab.config import RunConfig
 from attnlab.study.report import mean_and_margin
 from attnlab.support import paths
 from attnlab.support.errors import UserError

@@ -244,7 +244,7 @@ class GPT(nn.Module):
         return nn.Embed(rows, rows, embedding_init=nn.initializers.zeros, name="bigrams")(tokens)
 
     def _add_positions(self, x, caches, segments):
-        """Add positional embeddings to `[B, T, F]`, where the model has them; embeddings are scaled before sinusoidal positions."""
+        """Add positional embeddings to `[B, T, F]`, where the model has them."""
         encoding, width = self.config.position_encoding, self.config.width
         if encoding not in ("learned", "sinusoidal"):
             return x

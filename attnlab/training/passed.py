@@ -42,7 +42,7 @@ class Passed(NamedTuple):
         return {name: value for name, value in self._asdict().items() if name != "layers"}
 
     def of_model(self) -> dict[str, str]:
-        """Fields of `config.model`: the name of the layers. UserError for a part of its GPT beside a model in its place."""
+        """Fields of `config.model`: the name of the layers; UserError for a part of its GPT beside another model."""
         for name in ("layers", "mask", "score_mod"):
             if self.model is not None and getattr(self, name) is not None:
                 raise UserError(f"{name}= is for the config's GPT, and model= takes its place: leave one of them out")

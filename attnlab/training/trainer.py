@@ -263,7 +263,7 @@ class Trainer:
 
     def _profiler(self) -> Profiler:
         """Of the first process alone."""
-        steps = self.config.profiled if self.log else None
+        steps = self.config.profiled() if self.log else None
         return Profiler(steps, self.start, self.opened.plan.workdir.path / "profile", self.reporter.print)
 
     def _measure_flops(self) -> None:

@@ -71,8 +71,7 @@ def test_matched_widths_are_the_nearest_that_keep_heads_whole():
         assert found % step == 0 and found != 64
 
         def distance(width, config=config):
-            config.model.width = width
-            return abs(size(config, 65, of) - wanted)
+            return abs(size(config.changed({"model.width": width}), 65, of) - wanted)
 
         assert distance(found) <= min(distance(found - step), distance(found + step))
         assert variant.comparable == (distance(found) <= 0.05 * wanted)

@@ -99,7 +99,7 @@ def test_export_accepts_one_platform_as_string():
 def test_exported_training_step_equals_local_step():
     """The state is passed as a list of arrays, as JAX cannot serialize other libraries' types, such as optax's."""
     model = GPT.of(**SIZES, dtype=jnp.bfloat16, dropout=0.1, attention={"impl": "blockwise"})
-    optimizer = optimizers.make(configs.default().optimizer, steps=10)
+    optimizer = optimizers.make(configs.Optimizer(), steps=10)
     before = state.create(model, optimizer, seed=0)
     batch = Batch(np.asarray(TOKENS), np.arange(2, dtype=np.int32), np.ones(2, np.float32))
     leaves, structure = jax.tree.flatten(before)

@@ -58,7 +58,7 @@ def test_invalid_values_of_a_model_are_one_line(values, message):
 @pytest.mark.parametrize("values, message", INVALID.values(), ids=INVALID)
 def test_invalid_values_of_a_run_are_the_same_line(values, message):
     with pytest.raises(UserError, match=rf"^config\.model\.{message}"):
-        configs.completed(run_of(values))
+        run_of(values)
 
 
 def flat(values):
@@ -69,17 +69,15 @@ def flat(values):
 
 def run_of(values):
     """The config of a run with these fields of its model."""
-    config = configs.default()
-    configs.set_fields(config.model, flat(values))
-    return config
+    return configs.RunConfig.of({f"model.{name}": value for name, value in flat(values).items()})
 
 
 def test_option_whose_effect_another_takes_is_an_error_of_a_new_run():
-    config = configs.completed(run_of({"attention": {"rotary": {"factor": 4.0}}}))
+    config = run_of({"attention": {"rotary": {"factor": 4.0}}})
     with pytest.raises(
         UserError, match=r"config.model.attention.rotary.factor = 4.0: it has no effect with scaling = "
     ):
-        configs.check_new(config)
+        config.check_effects()
 
 
 @pytest.mark.parametrize(
@@ -94,11 +92,9 @@ def test_option_whose_effect_another_takes_is_an_error_of_a_new_run():
     ids=str,
 )
 def test_model_of_a_run_equals_that_of_the_same_values_in_python(values):
-    config = configs.completed(run_of(values))
-    assert configs.model_config(config, 256) == ModelConfig.of(**values)
-    again = configs.default()
-    configs.set_fields(again.model, configs.model_fields(ModelConfig.of(**values)))
-    assert configs.model_config(again) == ModelConfig.of(**values)
+    model = ModelConfig.of(**values)
+    assert run_of(values).over_tokens(256) == model
+    assert run_of(configs.model_fields(model)).model == model
 
 
 def test_layers_are_words_or_configs_that_are_repeated_by_their_number():

@@ -55,8 +55,9 @@ def test_invalid_value_is_named_with_its_value(name):
 
 
 def test_every_field_of_a_config_is_declared_and_valid():
-    assert configs.fields(configs.default()).keys() == configs.declared().keys()
-    check_values(configs.declared(), configs.fields(configs.default()))
+    declared = configs.declared()
+    assert configs.completed(configs.default()) == configs.RunConfig() == configs.RunConfig.of({})
+    assert configs.RunConfig().fields == {name: declared[name].default for name in configs.RunConfig().fields}
 
 
 def test_help_has_a_sentence_for_every_option(capsys):
@@ -74,13 +75,11 @@ def test_model_documents_every_option():
 
 
 def test_model_of_a_config_has_its_fields():
-    config = configs.default()
-    config.precision, config.model.norm, config.model.attention.rotary.base = "bfloat16", "rms", 50.0
-    model = configs.model_config(config, vocab_size=11)
+    fields = {"precision": "bfloat16", "model.norm": "rms", "model.attention.rotary.base": 50.0}
+    model = configs.RunConfig.of(fields).over_tokens(11)
     assert (model.vocab_size, model.norm, model.layers[0].rotary.base, model.dtype) == (11, "rms", 50.0, "bfloat16")
-    config.model.vocab_size = 7
     with pytest.raises(ValueError, match=r"config\.model\.vocab_size = 7 .* 11"):
-        configs.model_config(config, vocab_size=11)
+        configs.RunConfig.of({"model.vocab_size": 7}).over_tokens(11)
 
 
 def test_norm_first_false_with_norm_at_raises_one_line():

@@ -38,11 +38,9 @@ AXES = ("pmap", "tensor", "fsdp and context")  # the last two use every axis of 
 
 def experiment(strategy, devices, fsdp=1, tensor=1, context=1, *, accumulation=1, steps=50, packing="stream", **model):
     """A small experiment on some devices."""
-    config = configs.default()
-    config.model.update({"num_layers": 1, "width": 32, "context": 16} | model)
-    config.data.packing = packing
-    config.steps, config.batch_size, config.optimizer.accumulation = steps, 16, accumulation
-    config.precision = "float32"  # also in a process of its own
+    fields = {"steps": steps, "batch_size": 16, "optimizer.accumulation": accumulation, "data.packing": packing}
+    fields |= {f"model.{name}": value for name, value in {"num_layers": 1, "width": 32, "context": 16, **model}.items()}
+    config = configs.RunConfig.of(fields | {"precision": "float32"})  # also in a process of its own
     return Experiment(config, vocab_size=31, parallel=parallel.make(strategy, devices, fsdp, tensor, context))
 
 

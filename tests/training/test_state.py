@@ -40,7 +40,7 @@ def batch(first):
 def make_step(poison, **options):
     """The initial state of a bigram model, and its jitted training step."""
     model = Bigram(poison)
-    optimizer = optimizers.make(configs.default().optimizer, 100, **options)
+    optimizer = optimizers.make(configs.Optimizer(), 100, **options)
     first = jax.jit(lambda: state.create(model, optimizer, 0))()
     return first, jax.jit(functools.partial(state.train_step, model, optimizer, 0, 1))
 
@@ -89,8 +89,7 @@ def test_loss_of_packed_documents_is_the_mean_over_targets_within_them(float64):
 
 
 def test_model_without_segments_cannot_train_on_packed_documents():
-    config = configs.default()
-    config.data.packing, config.parallel.mesh.data = "documents", 1
+    config = configs.RunConfig.of({"data.packing": "documents", "parallel.mesh.data": 1})
 
     class Plain(nn.Module):
         @nn.compact
