@@ -1,6 +1,7 @@
 """Shared by all commands: parsing of flags, and errors of the user as one line with exit code 2."""
 
 import contextlib
+import itertools
 import re
 import signal
 import sys
@@ -14,6 +15,7 @@ from ml_collections import ConfigDict, config_flags
 
 from attnlab.config import declared, find, renamed, variants
 from attnlab.nn import custom
+from attnlab.nn.config import KINDS
 from attnlab.support import status
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
@@ -223,10 +225,21 @@ def _print_help(values: flags.FlagValues, usage: str) -> None:
     if "config" in values:
         print(f"\nExperiments: {', '.join(variants())}")
         print("\nConfig fields and their defaults; of several values the last counts:")
-        for field, each in declared().items():
-            names = f" ({', '.join(each.choices)})" if each.choices else ""
-            print(f"  --config.{field}={each.default}")
-            print(textwrap.fill(each.doc + names, 116, initial_indent=" " * 6, subsequent_indent=" " * 6))
+        for group, fields in itertools.groupby(declared().items(), lambda item: _group(item[0])):
+            print(f"\n{group}")
+            for field, each in fields:
+                names = f" ({', '.join(each.choices)})" if each.choices else ""
+                print(f"  --config.{field}={each.default}")
+                print(textwrap.fill(each.doc + names, 116, initial_indent=" " * 6, subsequent_indent=" " * 6))
+
+
+def _group(field: str) -> str:
+    """The heading of a field in --help: what it is of."""
+    group, kind, *_ = [*field.split(".")[:-1], "", ""]
+    if kind not in KINDS:
+        return f"config.{group}".rstrip(".")
+    about = (KINDS[kind].__doc__ or "").splitlines()[:1]  # none with -OO
+    return ": ".join([f"config.model.{kind}", *about])
 
 
 def _unknown_field(argv: list[str]) -> str:

@@ -2,15 +2,16 @@
 
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 
-from attnlab.config import RunConfig, declared, model_fields
+from attnlab.config import RunConfig, declared
 from attnlab.data import tokenizers
 from attnlab.support.errors import UserError
 from attnlab.training import state as states
 from attnlab.training.loading import load_params, peek
 from attnlab.training.workdir import Workdir
+
+_SET_HERE = (*states.HOW, "context")  # fields that a new run's config sets
 
 
 def completed(config: RunConfig, workdir: Workdir) -> tuple[RunConfig, tokenizers.Tokenizer | None]:
@@ -31,13 +32,13 @@ def completed(config: RunConfig, workdir: Workdir) -> tuple[RunConfig, tokenizer
         return config, None
     was, tokenizer = workdir.config, None
     if was is not None and was.init_from == config.init_from:
-        shape = model_fields(was.model) | {"vocab_size": was.vocab_size}
         has_tokenizer = was.data.tokenizer == "pretrained"
     else:
-        model, tokenizer = _source(config)
-        shape, has_tokenizer = model_fields(model.config), tokenizer is not None
-    set_here, known, here = (*states.HOW, "context"), declared(), config.fields
-    found = {f"model.{name}": value for name, value in shape.items() if name.rpartition(".")[2] not in set_here}
+        was, tokenizer = _source(config)
+        has_tokenizer = tokenizer is not None
+    known, here = declared(), config.fields
+    shape = [name for name in was.fields if name.startswith("model.") and name.rpartition(".")[2] not in _SET_HERE]
+    found = {name: was.fields[name] for name in shape}
     found |= {"data.tokenizer": "pretrained"} if has_tokenizer else {}
     for name, value in found.items():
         if (set_ := here.get(name, value)) not in (value, known[name].default):
@@ -48,26 +49,26 @@ def completed(config: RunConfig, workdir: Workdir) -> tuple[RunConfig, tokenizer
     return config.changed(found), tokenizer
 
 
-def _source(config: RunConfig) -> tuple[nn.Module, tokenizers.Tokenizer | None]:
-    """The model and the tokenizer in `config.init_from`; UserError where a run cannot start from them."""
+def _source(config: RunConfig) -> tuple[RunConfig, tokenizers.Tokenizer | None]:
+    """The config and the tokenizer in `config.init_from`; UserError where a run cannot start from them."""
     source = Path(config.init_from)
     if not source.is_file() and not (source / "config.json").exists():
         raise UserError(
             f"config.init_from = {source} holds neither a run nor a Hugging Face model: name a workdir, or a "
             "folder with config.json, model.safetensors and tokenizer files"
         )
-    model, tokenizer, _ = peek(source)
-    if model.config.position_encoding == "learned" and config.model.context > model.config.context:
+    _, tokenizer, found = peek(source)
+    if found.model.position_encoding == "learned" and config.model.context > found.model.context:
         raise UserError(
-            f"config.model.context = {config.model.context}, but the model in {source} has {model.config.context} "
-            f"learned positions: set --config.model.context={model.config.context}, or less"
+            f"config.model.context = {config.model.context}, but the model in {source} has {found.model.context} "
+            f"learned positions: set --config.model.context={found.model.context}, or less"
         )
     if tokenizer is None and config.data.tokenizer == "pretrained":
         raise UserError(
             f"config.init_from = {source} has no tokenizer: put tokenizer.json there, or vocab.json and "
             "merges.txt, or choose the one that the model was trained with, e.g. --config.data.tokenizer=byte"
         )
-    return model, tokenizer
+    return found, tokenizer
 
 
 def params(config: RunConfig, like):
