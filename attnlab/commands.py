@@ -238,8 +238,9 @@ def _group(field: str) -> str:
     group, kind, *_ = [*field.split(".")[:-1], "", ""]
     if kind not in KINDS:
         return f"config.{group}".rstrip(".")
-    about = (KINDS[kind].__doc__ or "").splitlines()[:1]  # none with -OO
-    return ": ".join([f"config.model.{kind}", *about])
+    about = (KINDS[kind].__doc__ or "").partition("\n")[0]
+    is_written = about and not about.startswith(f"{KINDS[kind].__name__}(")  # otherwise `dataclasses` writes one
+    return f"config.model.{kind}: {about}" if is_written else f"config.model.{kind}"
 
 
 def _unknown_field(argv: list[str]) -> str:
