@@ -252,12 +252,11 @@ class RunConfig:
         groups = _nested(values)
         model = groups.pop("model", {})
         own = {name: model.pop(name, None) for name in ("vocab_size", "scan")}
-        tokens = 1 if own["vocab_size"] is None else own["vocab_size"]
-        dtype = jnp.bfloat16 if values.get("precision") == "bfloat16" else jnp.float32
+        dtype = jnp.dtype("bfloat16" if values.get("precision") == "bfloat16" else "float32")
         try:
+            check_values({name: known[name] for name in values}, values)
             try:
-                check_values(options(Model), {"layers": model.get("layers", Model.layers)} | own)
-                model = ModelConfig.of(**model, vocab_size=tokens, dtype=dtype)
+                model = ModelConfig.of(**model, vocab_size=own["vocab_size"] or 1, dtype=dtype)
             except FieldError as error:
                 raise error.within("model") from None
             return from_values(cls, groups | own | {"model": model})
@@ -265,8 +264,6 @@ class RunConfig:
             raise UserError(f"config.{error}") from None
 
     def __post_init__(self):
-        own = {name: each for name, each in options(RunConfig).items() if not name.startswith("model.")}
-        check_values(own, option_values(self))
         history, tflops = self.checkpoint.history, self.log.peak_tflops
         if history > self.steps + 1:
             expected = f"expected at most config.steps + 1 = {self.steps + 1}, as step 0 counts"

@@ -53,7 +53,7 @@ def load(
     if task := named.parse(config.data.name):
         return _of_task(task, config, share)
     data, previous_run, quiet = config.data, workdir.previous_run, jax.process_index() > 0
-    fields = {name: data[name] for name in ("name", "path", "feature", "validation_fraction", "mixture")}
+    fields = {name: getattr(data, name) for name in ("name", "path", "feature", "validation_fraction", "mixture")}
     say(f"reading {data.path or data.mixture or data.name}")
     corpus = corpora.load(**fields, quiet=quiet)
     if previous_run and previous_run["corpus"]["sha256"] != corpus.sha256:

@@ -54,14 +54,13 @@ class Workdir:
         """Raise UserError unless a config continues the previous run, with more steps if it `may_extend`."""
         if self.config is None:
             return
-        steps, before = self.steps, self.config
+        steps = self.steps
         if config.steps < steps:
             raise UserError(
                 f"{self} holds a run of {steps} steps, and config.steps = {config.steps} is fewer: a run can be "
                 f"extended, not shortened; give {steps} or more, or choose a new --workdir"
             )
-        before = dataclasses.replace(before, steps=config.steps) if may_extend else before
-        if difference := config.difference(before):
+        if difference := config.difference(dataclasses.replace(self.config, steps=config.steps if may_extend else steps)):
             raise UserError(
                 f"{self} holds a run with another config ({difference}): choose a new --workdir, or repeat its command"
             )

@@ -192,11 +192,9 @@ def test_windows_of_131072_tokens_train_over_fsdp_and_context(tmp_path, window):
     ids=str,
 )
 def test_size_that_devices_do_not_divide_names_the_nearest_that_they_do(fields, message):
-    config = configs.default()
-    parallel.check_shares(config, 4)
-    config.update_from_flattened_dict(fields)
+    parallel.check_shares(configs.RunConfig(), 4)
     with pytest.raises(UserError, match=message):
-        parallel.check_shares(config, 4)
+        parallel.check_shares(configs.RunConfig.of(fields), 4)
 
 
 @pytest.mark.parametrize(
