@@ -39,7 +39,6 @@ _DELTA = (KimiDeltaConfig, DeltaProductConfig, RWKV7Config, HGRN2Config, GRUConf
 _ALL = (*_ATTENTION, StickBreakingConfig, *_RECURRENT, *_DELTA, CausalConvConfig, GatedConvConfig)
 KINDS: dict[str, type[LayerConfig]] = {each.kind: each for each in _ALL}  # a user's kinds are added
 POSITIONS = ("auto", "learned", "sinusoidal", "rotary", "alibi", "none")
-MAX_BIGRAMS = 4096  # tokens of a model with a table of bigrams, which then has 64 MiB
 _CAP = {"low": 1e-3, "high": 1e6}  # of logits
 
 
@@ -84,7 +83,6 @@ class ModelConfig:
     embedding_scale: float = option("factor of the embeddings", 1.0, low=1e-6, high=1e6)
     logit_scale: float = option("factor of the logits", 1.0, low=1e-6, high=1e6)
     logit_cap: float | None = option("limit of the logits, after their factor; None for no limit", None, **_CAP)
-    bigrams: bool = option("a table of logits for each last token, of vocab_size² parameters", False)
     zero_outputs: bool = option("layers that project onto the residual stream start at 0", False)
     remat: str = option(
         "values of a block that are stored for the gradient; the rest is computed again: none recomputes nothing (in a "
@@ -135,7 +133,7 @@ class ModelConfig:
 
     @property
     def used(self) -> tuple[LayerConfig, ...]:
-        """The different configs of the layers."""
+        """The configs of the model's layers, each object once."""
         return tuple({id(layer): layer for layer in self.layers[: self.num_layers]}.values())
 
     @property
@@ -222,9 +220,11 @@ def _check_model(model: ModelConfig) -> None:
     kinds = ", ".join(layer.kind for layer in model.used)
     encoding, rotating = model.position_encoding, [layer for layer in model.used if layer.rotary is not None]
     biased = [layer for layer in model.used if any(field.name == "score_mod" for field in dataclasses.fields(layer))]
-    if not {"rotary": rotating, "alibi": biased}.get(encoding, [None]):
+    if (encoding == "rotary" and not rotating) or (encoding == "alibi" and not biased):
         raise FieldError("positions", encoding, f"no layer of {kinds} has them: expected auto or none")
-    for layer in rotating if encoding != "rotary" else ():
+    for layer in rotating:
+        if encoding == "rotary":
+            break
         if changed := [name for name, value in vars(layer.rotary).items() if value != getattr(Rotary(), name)]:
             value, expected = getattr(layer.rotary, changed[0]), f"it has no effect with positions = {encoding!r}"
             raise FieldError(f"{layer.kind}.rotary.{changed[0]}", value, expected)
@@ -236,9 +236,6 @@ def _check_model(model: ModelConfig) -> None:
     for name in () if model.mlp_ratio else ("mlp", "activation"):
         if (value := getattr(model, name)) != options(ModelConfig)[name].default:
             raise FieldError(name, value, "it has no effect with mlp_ratio = 0, without feed-forward layers")
-    if model.bigrams and model.vocab_size > MAX_BIGRAMS:
-        expected = f"expected False with vocab_size = {model.vocab_size} > {MAX_BIGRAMS}: the table has its square"
-        raise FieldError("bigrams", True, expected)
     if model.padded_vocab_size is not None and model.padded_vocab_size < model.vocab_size:
         expected = f"expected vocab_size = {model.vocab_size} or more"
         raise FieldError("padded_vocab_size", model.padded_vocab_size, expected)

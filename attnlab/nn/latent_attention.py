@@ -100,7 +100,7 @@ class LatentAttention(checks.MaskedModule, Layer):
             terms |= {"q_positions": positions, "kv_positions": kv_positions}
         latent, rotated = (y.astype(query[0].dtype) for y in (latent, rotated))
         z = self._attend(query, latent, rotated, terms | {"mask": mask}, is_step)
-        return LayerOut(projections.out(self, x.shape[-1], use_bias=self.use_bias)(z), cache)
+        return LayerOut(projections.out(self, z, x.shape[-1], use_bias=self.use_bias), cache)
 
     def _project(self, x, positions):
         """Queries (`[B, T, H, N]`, rotated `[B, T, H, D]`), latents `[B, T, R]`, rotated parts of keys `[B, T, D]`."""
@@ -133,8 +133,7 @@ class LatentAttention(checks.MaskedModule, Layer):
         if is_step and query[0].shape[1] < self._break_even and not taps.is_used(self):
             plain = jnp.einsum("bthn,rhn->bthr", query[0], key)
             q, k = jnp.concatenate([plain, query[1]], axis=-1), jnp.concatenate([latent, rotated], axis=-1)
-            z = jnp.einsum("bthr,rhv->bthv", attend(q, k[..., None, :], latent[..., None, :]), value)
-            return sharding.constrain(z, "batch", "length", "heads", None)
+            return jnp.einsum("bthr,rhv->bthv", attend(q, k[..., None, :], latent[..., None, :]), value)
         q = jnp.concatenate(query, axis=-1)
         k, v = jnp.einsum("bsr,rhn->bshn", latent, key), jnp.einsum("bsr,rhv->bshv", latent, value)
         shared = jnp.broadcast_to(rotated[..., None, :], (*k.shape[:-1], self.rope_dim))
@@ -145,7 +144,7 @@ class LatentAttention(checks.MaskedModule, Layer):
         def weights(rows=None):
             return attention_weights(q, k, rows=rows, **without_dropout(terms))
 
-        return seen(self, attend(q, k, v), weights, v, None, "dropout_rate" in terms)
+        return seen(self, attend(q, k, v), weights, v, "dropout_rate" in terms)
 
     @property
     def _break_even(self) -> float:

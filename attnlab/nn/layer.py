@@ -62,7 +62,9 @@ class LayerOut(NamedTuple):
 
 
 class Layer(nn.Module):
-    """A module that mixes tokens, or a block around one. Subclasses define `forward`, and `init_cache`.
+    """A module that mixes tokens, or a block around one. Subclasses define `forward`, and `init_cache` to decode.
+
+    A cache is a tuple or a dataclass with `length`, int `[B]`; arrays that grow with its capacity have it as axis 1.
 
     >>> class Mean(Layer):  # of a token and the one before it
     ...     def forward(self, x, context, cache=None):
@@ -118,10 +120,10 @@ class Layer(nn.Module):
             layer cannot have.
           flax.errors.InvalidRngError: dropout is on, but there is neither `dropout_key` nor a `dropout` rng.
         """
-        return self._plain(x, Context(mask, segments, lengths, None, dropout_key), deterministic, cache)
+        return self._checked_call(x, Context(mask, segments, lengths, None, dropout_key), deterministic, cache)
 
-    def _plain(self, x, context: Context, deterministic: bool, cache, **others):
-        """`forward` as a call of Flax: its arguments checked, its result without a record around it."""
+    def _checked_call(self, x, context: Context, deterministic: bool, cache, **others):
+        """Check the arguments, call `forward`, and unpack its `LayerOut`."""
         if jnp.ndim(x) != 3:
             raise ValueError(
                 f"the inputs of {type(self).__name__} have shape {jnp.shape(x)}, expected [batch, length, features]"
@@ -195,7 +197,7 @@ class LayerConfig:
 
     kind: ClassVar[str] = ""
     module: ClassVar[type[Layer]] = Layer
-    heads = rotary = None
+    heads = rotary = None  # a kind without such an option
     value_residual = False
 
     def __init_subclass__(cls, of: type[Layer] | None = None, kind: str = ""):

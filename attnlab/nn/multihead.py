@@ -153,9 +153,9 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         """
         context = Context(mask, segments, lengths, positions, dropout_key)
         if inputs_kv is None:
-            return self._plain(inputs_q, context, deterministic, cache)
+            return self._checked_call(inputs_q, context, deterministic, cache)
         self._check_cross(cache)
-        return self._plain(inputs_q, context, deterministic, cache, inputs_kv=inputs_kv)
+        return self._checked_call(inputs_q, context, deterministic, cache, inputs_kv=inputs_kv)
 
     @nn.compact
     def forward(
@@ -175,8 +175,9 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         if inputs_kv is not None:
             terms["kv_positions"] = None
         z, weights = self.attend(q, k, v, terms, context)
-        z = seen(self, z, weights, v, lambda z: self.after(z, own, x, context), "dropout_rate" in terms)
-        out = projections.out(self, self.out_features or x.shape[-1], use_bias=self.use_bias)(z)
+        z = seen(self, z, weights, v, "dropout_rate" in terms)
+        z = self.after(z, own, x, context)
+        out = projections.out(self, z, self.out_features or x.shape[-1], use_bias=self.use_bias)
         return LayerOut(out, cache, own if self.value_residual else None)
 
     def project(self, x, memory, context: Context):
@@ -395,9 +396,8 @@ def without_dropout(terms: dict) -> dict:
     return {name: value for name, value in terms.items() if not name.startswith("dropout")}
 
 
-def seen(layer: nn.Module, z, weights: Callable, v, after: Callable | None, drops: bool):
-    """The input of the output projection, `after(z)`, with the taps of `attnlab.see` and sown weights."""
+def seen(layer: nn.Module, z, weights: Callable, v, drops: bool):
+    """The operator's output z with the tap of `attnlab.see` at the pattern, which is also sown."""
     if layer.is_mutable_collection("intermediates"):
         layer.sow("intermediates", "attention_weights", weights())
-    z = taps.attended(layer, lambda: z, weights, v, after=after, drops=drops)
-    return sharding.constrain(z, "batch", "length", "heads", None)
+    return taps.attended(layer, z, weights, v, drops=drops)

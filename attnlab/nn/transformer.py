@@ -70,8 +70,9 @@ class Block(Layer):
             raise ValueError(
                 f"norm_first = False norms the residual stream, so norm_at = {self.norm_at!r} has no place"
             )
-        before, after = (self.norm_first and self.norm_at != other for other in ("after", "before"))
-        key = context.dropout_key
+        is_before = self.norm_first and self.norm_at in ("before", "both")
+        is_after = self.norm_first and self.norm_at in ("after", "both")
+        key = context.dropout_key  # folded with 0 in the mixer, 1 for its output, 2 for the feed-forward layer's
 
         def norm(x, name):
             options = {"use_bias": self.use_bias, "dtype": self.dtype, "name": name}
@@ -84,12 +85,12 @@ class Block(Layer):
 
         def residual(x, out, name, site):
             """Add the layer's output to the residual stream."""
-            out = norm(out, f"{name}_post_norm") if after else out
+            out = norm(out, f"{name}_post_norm") if is_after else out
             x = sharding.constrain(x + drop(out, site), "batch", "length", None)
             return x if self.norm_first else norm(x, f"{name}_norm")
 
         def normed(x, name):
-            return norm(x, f"{name}_norm") if before else x
+            return norm(x, f"{name}_norm") if is_before else x
 
         inputs = normed(x, "attention")
         inner = context._replace(dropout_key=None if key is None else dropout.fold_in(key, 0))
@@ -184,8 +185,7 @@ class GPT(nn.Module):
           caches: one per layer (`init_caches`), each with a length `[B]`; `tokens` continue the cached sequences.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
           targets: int `[B, T]`, or `[B, R]` with `places`, the next tokens, each in [0, vocab_size); checked unless
-            traced, where the loss of others is NaN. Large logits are then never held at once, but with `bigrams`: see
-            `ops.cross_entropy`.
+            traced, where the loss of others is NaN. Large logits are then never held at once: see `ops.cross_entropy`.
           segments: int `[B, T]`, the number of each token's document, where sequences are several documents, one after
             another: a token attends to its own alone, and positions start again with each.
           lengths: int `[B]`, the tokens of each sequence: the others, at the right, are padding that no token sees and
@@ -218,17 +218,13 @@ class GPT(nn.Module):
             x = dropout.dropout(x, dropout.fold_in(keys, config.num_layers), config.dropout)
         x = sharding.constrain(x, "batch", "length", None)
         x, caches = stack.fold(self, x, Context(mask, segments, lengths), keys, caches)
-        if places is not None:
-            x = jnp.take_along_axis(x, places[..., None], axis=1)
-            tokens = jnp.take_along_axis(tokens, places, axis=1)
+        x = x if places is None else jnp.take_along_axis(x, places[..., None], axis=1)
         options = {"use_bias": config.use_bias, "dtype": config.dtype, "name": "final_norm"}
         x = make_norm(config.norm, config.norm_epsilon, **options)(x)
         x = x if config.logit_scale == 1 else x * jnp.asarray(config.logit_scale, x.dtype)
-        pairs = self._bigrams(tokens) if config.bigrams else None
         if targets is not None:
-            losses = functools.partial(logits.losses, config, x, targets, pairs)
-            return sharding.gathering(self, losses)(output)
-        found = sharding.gathering(self, functools.partial(logits.logits, config, x, pairs))(output)
+            return sharding.gathering(self, functools.partial(logits.losses, config, x, targets))(output)
+        found = sharding.gathering(self, functools.partial(logits.logits, config, x))(output)
         found = found[..., : config.vocab_size]
         return found if caches is None else (found, caches)
 
@@ -238,10 +234,6 @@ class GPT(nn.Module):
         options = {"dtype": self.dtype, "embedding_init": self.config.kernel_init}
         embed = nn.Embed(rows, width, name="embed", **options)
         return embed, embed if self.config.tie_embeddings else nn.Embed(rows, width, name="output", **options)
-
-    def _bigrams(self, tokens):
-        rows = self.config.vocab_rows
-        return nn.Embed(rows, rows, embedding_init=nn.initializers.zeros, name="bigrams")(tokens)
 
     def _add_positions(self, x, caches, segments):
         """Add positional embeddings to `[B, T, F]`, where the model has them."""
@@ -258,7 +250,7 @@ class GPT(nn.Module):
         return x * width**0.5 + sinusoidal(positions, width).astype(self.dtype)
 
     def block(self, layer: int) -> Block:
-        """A layer of the model, by its number."""
+        """The model's block of a number."""
         config = self.config
         initializers = {"kernel_init": config.kernel_init, "out_kernel_init": config.out_kernel_init, "parent": None}
         options = {"gated": config.mlp == "gated", "dtype": config.dtype, **initializers}
@@ -286,5 +278,5 @@ class GPT(nn.Module):
         (1, 1, 10)
         """
         config, sizes = self.config, (batch, self.config.width, capacity or self.config.context)
-        # No buffer twice: they may be donated.
+        # A fresh cache for each layer: a buffer that is donated must not appear twice.
         return tuple(config.layer(n).make(config).init_cache(*sizes) for n in range(config.num_layers))

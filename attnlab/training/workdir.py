@@ -60,7 +60,8 @@ class Workdir:
                 f"{self} holds a run of {steps} steps, and config.steps = {config.steps} is fewer: a run can be "
                 f"extended, not shortened; give {steps} or more, or choose a new --workdir"
             )
-        if difference := config.difference(dataclasses.replace(self.config, steps=config.steps if may_extend else steps)):
+        was = dataclasses.replace(self.config, steps=config.steps) if may_extend else self.config
+        if difference := config.difference(was):
             raise UserError(
                 f"{self} holds a run with another config ({difference}): choose a new --workdir, or repeat its command"
             )

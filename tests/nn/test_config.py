@@ -28,7 +28,6 @@ INVALID = {
     "rotary of convolutions": (CONV | {"positions": "rotary"}, "positions = 'rotary': no layer of gated_conv has them"),
     "alibi of convolutions": (CONV | {"positions": "alibi"}, "positions = 'alibi': no layer of gated_conv has them"),
     "feed-forward": ({"mlp": "gated", "mlp_ratio": 0.0}, "mlp = 'gated': it has no effect with mlp_ratio = 0, "),
-    "bigrams": ({"bigrams": True, "vocab_size": 5000}, "bigrams = True: .* vocab_size = 5000 > 4096: "),
     "values of some": (
         {"layers": "attention gru", "attention": {"value_residual": True}},
         "attention.value_residual = True: expected in all layers or none, which are attention, gru",

@@ -64,11 +64,10 @@ OPTIONS = {
     },
     "residual": {
         **LOCAL_GLOBAL,
-        "bigrams": True,
         "local": {"window": 3, "kv_heads": 2, "value_residual": True},
         "attention": {"kv_heads": 2, "value_residual": True},
     },
-    "bigrams": {"bigrams": True, "num_layers": 1},
+    "plain": {"num_layers": 1},
 }
 
 
@@ -84,7 +83,7 @@ def made(option):
 
 
 @pytest.mark.parametrize(
-    "option", [pytest.param(x, marks=[pytest.mark.slow] * (x not in ("gemma", "bigrams"))) for x in OPTIONS]
+    "option", [pytest.param(x, marks=[pytest.mark.slow] * (x not in ("gemma", "plain"))) for x in OPTIONS]
 )
 def test_gpt_decoding_with_caches_equals_full_pass(option):
     model, params, apply = made(option)
@@ -317,7 +316,7 @@ def test_gpt_values_are_mixed_with_those_of_the_first_layer():
 
 
 def test_gpt_places_alone_have_the_logits_and_losses_of_the_full_pass():
-    (model, params, _), targets = made("bigrams"), np.roll(TOKENS, -1, axis=1)
+    (model, params, _), targets = made("plain"), np.roll(TOKENS, -1, axis=1)
     places = np.array([[7, 0, 3], [2, 2, 5]], np.int32)
 
     def at(x):
@@ -346,23 +345,13 @@ def test_gpt_wrong_places_raise_one_line(places, message, own_errors):
         model.apply(parameters(model, TOKENS), TOKENS, places=places)
 
 
-def test_gpt_bigrams_are_added_to_the_logits():
-    _, variables, apply = made("bigrams")
-    table = np.random.default_rng(0).standard_normal((11, 11)).astype(np.float32)
-    changed, without = (
-        {"params": variables["params"] | {"bigrams": {"embedding": bigrams}}} for bigrams in (table, 0 * table)
-    )
-    np.testing.assert_allclose(apply(changed, TOKENS), apply(without, TOKENS) + table[TOKENS], atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "options, chunk",
     [
         pytest.param({}, 8, marks=pytest.mark.slow),
-        pytest.param({"tie_embeddings": False, "logit_cap": 2.0}, 3, marks=pytest.mark.slow),
-        ({"bigrams": True}, 3),
+        ({"tie_embeddings": False, "logit_cap": 2.0}, 3),
     ],
-    ids=["tied", "untied, capped and in chunks", "bigrams"],
+    ids=["tied", "untied, capped and in chunks"],
 )
 def test_gpt_of_a_padded_vocabulary_is_the_model_without_padding(options, chunk, monkeypatch):
     monkeypatch.setattr("attnlab.nn.logits.chunk_size", lambda *sizes: chunk)
@@ -370,11 +359,10 @@ def test_gpt_of_a_padded_vocabulary_is_the_model_without_padding(options, chunk,
     padded = model.replace(padded_vocab_size=16)
     assert gpt(vocab_size=16, num_layers=1, **options).over_tokens(11) == padded
     params = parameters(padded, TOKENS)["params"]
-    tables = [name for name in ("embed", "output", "bigrams") if name in params]
+    tables = [name for name in ("embed", "output") if name in params]
 
     def without_padding(params):
-        rows = {name: params[name]["embedding"][:11] for name in tables}
-        return params | {name: {"embedding": x[:, :11] if name == "bigrams" else x} for name, x in rows.items()}
+        return params | {name: {"embedding": params[name]["embedding"][:11]} for name in tables}
 
     def computed(model, params):
         def loss(params):

@@ -183,7 +183,7 @@ def test_without_a_listener_the_program_is_the_same_text(monkeypatch):
     jax.make_jaxpr(lambda: see.capture(model, params, TOKENS))()
     assert str(jax.make_jaxpr(run)(params)) == tapped
     monkeypatch.setattr(taps, "tap", lambda module, name, value: value)
-    monkeypatch.setattr(taps, "attended", lambda module, attend, weights, v, drops: attend())
+    monkeypatch.setattr(taps, "attended", lambda module, z, weights, v, drops: z)
     assert str(jax.make_jaxpr(run)(params)) == tapped
 
 

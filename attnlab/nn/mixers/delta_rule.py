@@ -33,17 +33,16 @@ class DeltaRule(RecurrentMixer):
 
     def _projected(self, x, state, context):
         """(Queries, keys, values, the last inputs of the convolutions or None)."""
-        found = {name: self._dense(name, *size)(x) for name, size in self._sizes(x.shape[-1]).items()}
-        kept = None
-        if self.conv:
-            convolved = {}
-            for name, y in found.items():
-                layer = ShortConv(self.conv, dtype=self.dtype, name=f"{name}_conv")
-                convolved[name] = layer(y, state.conv[name], context.segments, context.lengths)
-            found, kept = ({name: pair[n] for name, pair in convolved.items()} for n in (0, 1))
-        q, k, v = (jax.nn.silu(y) for y in found.values())
+        found, kept = [], {}
+        for name, size in self._sizes(x.shape[-1]).items():
+            y = self._dense(name, *size)(x)
+            if self.conv:
+                convolve = ShortConv(self.conv, dtype=self.dtype, name=f"{name}_conv")
+                y, kept[name] = convolve(y, state.conv[name], context.segments, context.lengths)
+            found.append(jax.nn.silu(y))
+        q, k, v = found
         q, k = (gates.unit(y.astype(_wide(x))).astype(v.dtype) for y in (q, k))
-        return q, k, v, kept
+        return q, k, v, kept or None
 
     def _beta(self, x, heads):
         """β = σ(b(x)), or twice that for `negative_eigenvalues`, `[B, T, heads]`."""

@@ -1,7 +1,5 @@
 """Gated DeltaProduct."""
 
-import functools
-
 import jax.numpy as jnp
 
 from attnlab.nn.layer import LayerOut
@@ -36,9 +34,8 @@ class GatedDeltaProduct(DeltaRule):
         q, k, v, conv = self._projected(x, state, context)
         beta = self._beta(x, self.states * self.steps)
         k, v, beta = (self._in_turn(y) for y in (k, v, beta))
-        after = functools.partial(self._gated, x)
-        z, last_state = self._recur(q, k, v, state, context, g=self._decay(x), beta=beta, after=after)
-        return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state, conv))
+        z, last_state = self._recur(q, k, v, state, context, g=self._decay(x), beta=beta)
+        return LayerOut(self._out(self._gated(x, z), x.shape[-1]), MixerState(last_state, conv))
 
     def _recurrence(self, q, k, v, *, g, segment_ids, lengths, **options):
         steps, (batch, length, heads) = self.steps, g.shape

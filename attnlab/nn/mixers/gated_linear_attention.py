@@ -42,12 +42,9 @@ class GatedLinearAttention(RecurrentMixer):
         wide = jnp.promote_types(x.dtype, jnp.float32)
         low = self._dense("decay_down", self.rank, dtype=wide)(x)
         g = jax.nn.log_sigmoid(self._dense("decay_up", self.num_heads, keys, use_bias=True, dtype=wide)(low)) / 16
-
-        def after(z):
-            z = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
-            return z * jax.nn.silu(self._dense("gate", *z.shape[-2:], use_bias=True)(x)) if self.gate else z
-
-        z, last_state = self._recur(q, k, v, state, context, g=g, after=after)
+        z, last_state = self._recur(q, k, v, state, context, g=g)
+        z = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
+        z = z * jax.nn.silu(self._dense("gate", *z.shape[-2:], use_bias=True)(x)) if self.gate else z
         return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state))
 
 

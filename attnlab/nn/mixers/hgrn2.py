@@ -44,13 +44,10 @@ class HGRN2(RecurrentMixer):
         k = (1 - bound) * jax.nn.sigmoid(-forget)  # 1 − f, without the difference
         f = bound + (1 - bound) * jax.nn.sigmoid(forget)
         g = jnp.log(jnp.maximum(f, jnp.finfo(wide).tiny))
-
-        def after(z):
-            joint = z.reshape(*z.shape[:-2], self.num_heads * values)
-            return RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(joint).reshape(z.shape)
-
-        z, last_state = self._recur(q, k.astype(v.dtype), v, state, context, g=g, scale=1.0, after=after)
-        return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state))
+        z, last_state = self._recur(q, k.astype(v.dtype), v, state, context, g=g, scale=1.0)
+        joint = z.reshape(*z.shape[:-2], self.num_heads * values)
+        normed = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(joint).reshape(z.shape)
+        return LayerOut(self._out(normed, x.shape[-1]), MixerState(last_state))
 
     def _bound(self, keys, layer):
         """b `[H, K]`."""

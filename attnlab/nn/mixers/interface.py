@@ -1,7 +1,6 @@
 """The call and the state that mixers have in common."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -161,11 +160,10 @@ class RecurrentMixer(CausalMixer):
         """A linear layer to heads and features, or to `features` alone."""
         return projections.dense(self, name, *features, use_bias=use_bias, **options)
 
-    def _recur(self, q, k, v, state: MixerState, context: Context, *, after: Callable | None = None, **terms):
-        """(What `out` projects, `[B, T, HV, V]`, and the state after the tokens), with the taps of `attnlab.see`.
+    def _recur(self, q, k, v, state: MixerState, context: Context, **terms):
+        """(The recurrence's output `[B, T, HV, V]`, the state after the tokens), with the taps of `attnlab.see`.
 
-        `after` takes the recurrence's output to what is projected; None where it is that. The pattern is the
-        recurrence's output for values that are the identity: what it reads of these tokens' values.
+        The pattern is the output for values that are the identity: what it reads of these tokens' values.
         """
         q, k, v = (sharding.constrain(x, "batch", "length", "heads", None) for x in (q, k, v))
         q, k, v = (taps.tap(self, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
@@ -179,16 +177,15 @@ class RecurrentMixer(CausalMixer):
             weights = jnp.moveaxis(recurrence(identity)[0], 1, 2)
             return weights if rows is None else jnp.take(weights, rows, axis=-2)
 
-        z = taps.attended(self, lambda: z, pattern, v, after=after)
-        return sharding.constrain(z, "batch", "length", "heads", None), last_state
+        return taps.attended(self, z, pattern, v), last_state
 
     def _recurrence(self, q, k, v, **options):
         """(Output `[B, T, HV, V]`, the state after the tokens)."""
         return linear_recurrence(q, k, v, return_state=True, **options)
 
     def _out(self, z, features):
-        """The projection of `[B, T, HV, V]` to `[B, T, features]`."""
-        return projections.out(self, features, use_bias=False)(z)
+        """The projection of `[B, T, HV, V]`, which `attnlab.see` calls z, to `[B, T, features]`."""
+        return projections.out(self, z, features, use_bias=False)
 
 
 class RecurrentConfig(LayerConfig, of=RecurrentMixer):

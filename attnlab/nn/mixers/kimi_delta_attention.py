@@ -29,15 +29,11 @@ class KimiDeltaAttention(DeltaRule):
         q, k, v, conv = self._projected(x, state, context)
         beta = self._beta(x, self.states)
         rank = self.value_features(x.shape[-1])
-
-        def after(z):
-            z = self._normed(z)
-            if not self.gate:
-                return z
-            return z * jax.nn.sigmoid(self._dense("gate_up", *z.shape[-2:])(self._dense("gate_down", rank)(x)))
-
         g = self._decay_by_feature(x, rank)
-        z, last_state = self._recur(q, k, v, state, context, g=g, beta=beta, after=after)
+        z, last_state = self._recur(q, k, v, state, context, g=g, beta=beta)
+        z = self._normed(z)
+        if self.gate:
+            z = z * jax.nn.sigmoid(self._dense("gate_up", *z.shape[-2:])(self._dense("gate_down", rank)(x)))
         return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state, conv))
 
     def _decay_by_feature(self, x, rank):

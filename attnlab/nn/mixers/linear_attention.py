@@ -40,8 +40,9 @@ class LinearAttention(RecurrentMixer):
         q, k, v = (self._dense(name, self.num_heads, size, use_bias=self.use_bias)(x) for name in names)
         q, k, v = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (q, k, v))  # as features and sums are
         z, last_state = self._recur(feature_map(q), feature_map(k), v, state, context, scale=1.0)
-        out = projections.out(self, self.features or x.shape[-1], use_bias=self.use_bias)
-        return LayerOut(out(z.astype(self.dtype or x.dtype)), MixerState(last_state))
+        z = z.astype(self.dtype or x.dtype)
+        out = projections.out(self, z, self.features or x.shape[-1], use_bias=self.use_bias)
+        return LayerOut(out, MixerState(last_state))
 
     def _recurrence(self, q, k, v, **options):
         v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)  # a last value of 1 sums the keys

@@ -74,17 +74,12 @@ class Mamba2(RecurrentMixer):
         dt = jax.nn.softplus(dt.astype(wide) + self.param("dt_bias", gates.dt_bias, (self.states,)))
         g = -jnp.exp(self.param("A_log", gates.a_log(1.0, 16.0), (self.states,)).astype(wide)) * dt
         skip = self.param("D", nn.initializers.ones, (self.states,))
-
-        def after(z):
-            z = z + v * skip[:, None].astype(v.dtype)
-            gated = z.reshape(gate.shape) * jax.nn.silu(gate)
-            return RMSNorm(self.norm_epsilon, groups=self.num_heads, dtype=self.dtype, name="norm")(gated).reshape(
-                z.shape
-            )
-
         written = (v * dt[..., None]).astype(v.dtype)
-        z, last_state = self._recur(q, k, written, state, context, g=g, scale=1.0, after=after)
-        return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state, last))
+        z, last_state = self._recur(q, k, written, state, context, g=g, scale=1.0)
+        z = z + v * skip[:, None].astype(v.dtype)
+        gated = z.reshape(gate.shape) * jax.nn.silu(gate)
+        norm = RMSNorm(self.norm_epsilon, groups=self.num_heads, dtype=self.dtype, name="norm")
+        return LayerOut(self._out(norm(gated).reshape(z.shape), x.shape[-1]), MixerState(last_state, last))
 
     def init_state(self, batch, features):
         if self.conv < 1:

@@ -56,12 +56,9 @@ class Retention(RecurrentMixer):
         q, k = (rotary(y, positions, self.base) for y in (q, k))
         decay = np.log1p(-(2.0 ** (-5 - np.arange(self.num_heads))))
         g = jnp.broadcast_to(jnp.asarray(decay), (*x.shape[:2], self.num_heads))
-
-        def after(z):
-            z = pointwise.rms_normalize(z, self.norm_epsilon).astype(z.dtype)
-            return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
-
-        z, last_state = self._recur(q, k, v, state, context, g=g, after=after)
+        z, last_state = self._recur(q, k, v, state, context, g=g)
+        z = pointwise.rms_normalize(z, self.norm_epsilon).astype(z.dtype)
+        z = z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
         return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state))
 
 

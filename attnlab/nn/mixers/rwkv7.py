@@ -65,16 +65,13 @@ class RWKV7(RecurrentMixer):
         k_k, k_a, r_k = (self.param(name, init, key).astype(wide) for name, init in vectors.items())
         kappa = gates.unit(k.astype(wide) * k_k)
         k = (k * (1 + (a - 1) * k_a)).astype(v.dtype)
-
-        def after(z):
-            z = _HeadNorm(1e-5 * value[1], start.scale, dtype=self.dtype, name="norm")(z)
-            z = z + (r.astype(wide) * k * r_k).sum(axis=-1, keepdims=True).astype(v.dtype) * v
-            low = self._dense("gate_down", ranks.gate, kernel_init=nn.initializers.zeros)(inputs["x_g"])
-            return z * self._dense("gate_up", *value, kernel_init=_small)(jax.nn.sigmoid(low))
-
         g = -np.exp(-0.5) * jax.nn.sigmoid(w)
         erase = (a * kappa, kappa * jnp.exp(-g))
-        z, last_state = self._recur(r, k, v, state, context, g=g, erase=erase, scale=1.0, after=after)
+        z, last_state = self._recur(r, k, v, state, context, g=g, erase=erase, scale=1.0)
+        z = _HeadNorm(1e-5 * value[1], start.scale, dtype=self.dtype, name="norm")(z)
+        z = z + (r.astype(wide) * k * r_k).sum(axis=-1, keepdims=True).astype(v.dtype) * v
+        low = self._dense("gate_down", ranks.gate, kernel_init=nn.initializers.zeros)(inputs["x_g"])
+        z = z * self._dense("gate_up", *value, kernel_init=_small)(jax.nn.sigmoid(low))
         return LayerOut(self._out(z, features), MixerState(last_state, last_input), v if self.value_residual else None)
 
     def _shifted(self, x, before, context, start):
