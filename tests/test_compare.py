@@ -188,8 +188,7 @@ def test_losses_by_position_are_of_the_second_half_of_the_held_out_text(finished
     text = part_of(finished[0], "text")
     workdirs = sorted(text.glob("variant=window,*"))
     runs = [attnlab.load(workdir) for workdir in workdirs]
-    config = runs[0].config.copy_and_resolve_references()
-    config.model.context, config.eval.windows, config.batch_size, config.eval.part = 64, 2, 2, "second"
+    config = runs[0].config.changed({"model.context": 64, "eval.windows": 2, "batch_size": 2, "eval.part": "second"})
     (batch,) = texts.load(config, Workdir(workdirs[0])).validation
     of_tokens = jax.jit(functools.partial(token_losses, runs[0].model.replace(context=64)))
     losses = [of_tokens(run.params["params"], Batch(*map(jnp.asarray, batch[:3]))).mean(0) for run in runs]

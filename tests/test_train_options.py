@@ -231,7 +231,7 @@ def test_muon_that_is_saved_on_one_device_goes_on_over_four(muon, tmp_path):
 
 def test_muon_and_the_average_are_sharded_as_their_parameters():
     """Four devices hold shares of all that has the shape of a kernel."""
-    state = Experiment(runs.quick(**OVER_FOUR), vocab_size=95).abstract_state
+    state = Experiment(configs.completed(runs.quick(**OVER_FOUR)), vocab_size=95).abstract_state
     leaves = jax.tree_util.tree_leaves_with_path(state)
     kernels = [leaf for path, leaf in leaves if "kernel" in jax.tree_util.keystr(path)]
     assert len(kernels) == 3 * 6  # of parameters, momentum and average

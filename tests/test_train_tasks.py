@@ -68,9 +68,9 @@ def test_loaded_run_answers_in_the_characters_of_its_task(finished, capsys):
     [
         ({"data.name": "task:recal"}, "no task 'recal'"),
         ({"model.context": 2}, "config.model.context = 2: 'task:induction kinds=2' needs 3 or more"),
-        ({"data.packing": "documents"}, "config.data.packing = 'documents' is of texts"),
+        ({"data.packing": "documents"}, "config.data.packing = 'documents': it is of texts"),
         ({"data.path": "a.txt"}, "--config.data.name has no effect beside --config.data.path"),
-        ({"data.tokenizer": "byte"}, "config.data.tokenizer = 'byte' is of texts"),
+        ({"data.tokenizer": "byte"}, "config.data.tokenizer = 'byte': it is of texts"),
     ],
 )
 def test_impossible_task_is_one_line(tmp_path, changes, message, capsys):
