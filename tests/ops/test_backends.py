@@ -51,10 +51,12 @@ def test_backend_is_right_in_its_features(function, features, shape, monkeypatch
     [
         ("chunked", ["bfloat16"]),
         ("recurrent", ["lengths"]),
+        ("parallel", ["bfloat16", "strong decay"]),
         slow("chunked", list(RECURRENCE_FEATURES)),
         slow("recurrent", list(RECURRENCE_FEATURES)),
+        slow("parallel", list(RECURRENCE_FEATURES)),
     ],
-    ids=["chunked, one", "recurrent, one", "chunked", "recurrent"],
+    ids=["chunked, one", "recurrent, one", "parallel, some", "chunked", "recurrent", "parallel"],
 )
 def test_form_of_the_recurrence_is_right_in_all_features(impl, features):
     function = functools.partial(linear_recurrence, impl=impl, return_state=True)

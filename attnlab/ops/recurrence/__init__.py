@@ -1,8 +1,8 @@
 """The linear recurrence that linear attention, Mamba-2, GLA, DeltaNet and their relatives have in common.
 
-Files: `terms` (the arrays of a call), `recurrent` (the specification), `chunked` (what runs), `decays`,
-`by_feature` and `substitution` (the parts of a chunk), `segments` (states of packed sequences), `devices` (sequences
-that are split).
+Files: `terms` (the arrays of a call), `recurrent` (the specification), `chunked` (what runs on CPUs), `parallel` (what
+runs on accelerators), `decays`, `by_feature`, `substitution` and `products` (the parts of a chunk), `segments` (states
+of packed sequences), `devices` (sequences that are split).
 """
 
 import functools
@@ -16,12 +16,13 @@ from jaxtyping import Float, Integer
 
 from attnlab.ops import checks, context, counting, meshes
 from attnlab.ops.explanation import Explanation
-from attnlab.ops.recurrence import chunked, devices, recurrent, segments
+from attnlab.ops.platforms import platform_of
+from attnlab.ops.recurrence import chunked, devices, parallel, recurrent, segments
 from attnlab.ops.recurrence.terms import Terms, fitting, scaled, starts_of, terms_of, within_lengths
 from attnlab.types import Array
 
-IMPLS = ("auto", "chunked", "recurrent")
-CHUNK = 32  # tokens; see benchmarks/recurrence.py
+IMPLS = ("auto", "chunked", "parallel", "recurrent")
+CHUNKS = {"chunked": 32, "parallel": 64}  # tokens; see benchmarks/recurrence.py
 _FEW = 4  # tokens that are faster one by one
 
 
@@ -47,7 +48,7 @@ def linear_recurrence(
     It is the causal core of linear attention and RetNet (e = 0, g fixed), Mamba-2 (g per head), GLA (g per feature),
     DeltaNet and Gated DeltaNet (`beta`), Kimi Delta Attention (`beta`, g per feature) and RWKV-7 (`erase`): see
     docs/guide/mixers.md. There is no feature map and no normalization; `linear_attention` has both. It computes in
-    float32 (float64 for float64), and takes time and memory linear in T.
+    float32 (float64 for float64), but for the products of "parallel", and takes time and memory linear in T.
 
     Args:
       q: `[..., T, HQ, K]`.
@@ -64,9 +65,10 @@ def linear_recurrence(
       state: `[..., HV, K, V]`, before the first token; None for zeros.
       return_state: True also returns the last state; "segments" the last state of each segment, in order, for which
         `segment_ids` must not be traced.
-      impl: "chunked"; "recurrent", the specification, which stores a state for each token when differentiated; "auto",
-        which is "chunked" but for a few tokens.
-      chunk_size: tokens of a chunk; None for 32.
+      impl: "chunked", one chunk after another; "parallel", all chunks at once but for their states, whose products have
+        operands of the type of q, k and v; "recurrent", the specification, which stores a state for each token when
+        differentiated; "auto", "recurrent" for a few tokens, else "parallel" on GPUs and TPUs, "chunked" on CPUs.
+      chunk_size: tokens of a chunk; None for 32, and 64 of "parallel".
 
     Returns:
       `[..., T, max(HQ, HV), V]` in v's type. With return_state also the state `[..., HV, K, V]`, float32 or float64;
@@ -74,7 +76,7 @@ def linear_recurrence(
 
     Raises:
       ValueError: shapes, types or values that do not fit.
-      TypeError: forward-mode derivatives of "chunked".
+      TypeError: forward-mode derivatives of "chunked" and "parallel".
 
     >>> q, k = jax.random.normal(jax.random.key(0), (2, 1, 100, 4, 8))
     >>> k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
@@ -102,9 +104,10 @@ def _specs(v, return_state, spec: tuple):
 
 def _recur(q, k, v, g, beta, erase, scale, segment_ids, lengths, state, *, impl, chunk_size, return_state):
     terms, state, split = _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state)
-    impl, size = _form(impl, chunk_size, terms, split)
+    impl, size = _form(impl, chunk_size, terms, split, platform_of(q, k, v))
+    schedule = chunked.run if impl == "chunked" else functools.partial(parallel.run, operand=jnp.result_type(q, k, v))
     with counting.scope():
-        out, last, entering = _run(terms, state, impl, size, split)
+        out, last, entering = _run(schedule, terms, state, impl, size, split)
     # A product writes to the state, one for each query reads it, and an erasure reads and writes.
     (queries, values), erasures = out.shape[-2:], 2 * (terms.case != "no erasure")
     out = counting.marked(out, lambda: 2 * math.prod(state.shape[-2:]) * (1 + queries + erasures) / (queries * values))
@@ -144,7 +147,7 @@ def _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state):
     return *meshes.equally_varying((scaled(terms, scale), state.astype(terms.v.dtype))), split
 
 
-def _form(impl: str, chunk_size: int | None, terms: Terms, split) -> tuple[str, int]:
+def _form(impl: str, chunk_size: int | None, terms: Terms, split, platform: str) -> tuple[str, int]:
     """The form that runs, and the tokens of a chunk."""
     if impl not in IMPLS:
         raise ValueError(f"impl = {impl!r}: expected one of {', '.join(IMPLS)}")
@@ -152,33 +155,39 @@ def _form(impl: str, chunk_size: int | None, terms: Terms, split) -> tuple[str, 
         raise ValueError(f"chunk_size = {chunk_size!r}: expected an integer number of tokens, 1 or more")
     length = terms.v.shape[-3]
     if impl == "auto":
-        impl = "recurrent" if length <= _FEW and split is None else "chunked"
+        impl = "recurrent" if length <= _FEW and split is None else "chunked" if platform == "cpu" else "parallel"
     if impl == "recurrent" and split is not None:
-        raise ValueError("impl = 'recurrent' goes token by token, which context_parallel cannot split: use 'chunked'")
-    return impl, min(chunk_size or CHUNK, max(length, 1))
+        raise ValueError("impl = 'recurrent' goes token by token, which context_parallel cannot split: use 'auto'")
+    return impl, min(chunk_size or CHUNKS.get(impl, 1), max(length, 1))
 
 
-def _run(terms: Terms, state, impl: str, size: int, split):
+def _run(schedule, terms: Terms, state, impl: str, size: int, split):
     """(Outputs `[..., T, H, G, V]`, the last state, the states before each chunk or None)."""
     if impl == "recurrent" or not terms.v.shape[-3]:
         return *recurrent.run(terms, state), None
     if split is not None:
-        return *devices.over_devices(split, terms, state, size), None
-    return chunked.run(terms, state, size)
+        return *devices.over_devices(schedule, split, terms, state, size), None
+    return schedule(terms, state, size)
 
 
-def explain(q, k, v, g=None, beta=None, *, impl="auto", chunk_size=None, **named) -> Explanation:
-    """The form that `linear_recurrence` would run for these arguments, and the reason against the other."""
+def explain(q, k, v, g=None, beta=None, *, impl="auto", chunk_size=None, platform=None, **named) -> Explanation:
+    """The form that `linear_recurrence` would run for these arguments, and the reasons against the others.
+
+    `platform` is "cpu", "gpu" or "tpu"; None for the one that the call is compiled for.
+    """
     checks.require_known_keywords("explain", named, inspect.signature(linear_recurrence).parameters)
     named.pop("return_state", None)
     optional = dict.fromkeys(("erase", "scale", "segment_ids", "lengths", "state"))
     terms, _, split = _prepared(q, k, v, g, beta, **(optional | named))
-    chosen, size = _form(impl, chunk_size, terms, split)
+    platform = platform or platform_of(q, k, v)
+    chosen, size = _form(impl, chunk_size, terms, split, platform)
     asked = f"impl={impl!r}" if impl == chosen else None
     if chosen == "recurrent":
-        return Explanation("recurrent", {"chunked": asked or f"it is for more than {_FEW} tokens"})
+        return Explanation("recurrent", dict.fromkeys(CHUNKS, asked or f"it is for more than {_FEW} tokens"))
+    other, for_ = ("chunked", "CPUs") if chosen == "parallel" else ("parallel", "GPUs and TPUs")
     why = asked or f"token by token is for {_FEW} or fewer"
-    explanation = Explanation("chunked", {"recurrent": why if split is None else "context_parallel cannot split it"})
+    why = why if split is None else "context_parallel cannot split it"
+    explanation = Explanation(chosen, {other: asked or f"it is for {for_}", "recurrent": why})
     over = f", over {split.devices} devices of {split.context.axis!r}" if split is not None else ""
     explanation.split = f"by {size} tokens, {terms.case}{over}"
     return explanation

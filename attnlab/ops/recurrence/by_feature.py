@@ -5,28 +5,32 @@ the tokens are halved again and again: between the halves of a part the decay is
 which makes products of two factors of at most 1, and a pair of tokens belongs to the level at which it is parted.
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 
+from attnlab.ops.recurrence.products import product
 from attnlab.ops.recurrence.sums import over
-from attnlab.types import Array
+from attnlab.types import Array, DType
 
 
-def scores(rows: Array, columns: Array, g: Array) -> Array:
+def scores(rows: Array, columns: Array, g: Array, operand: DType | None = None) -> Array:
     """P `[..., R, C, C]`, 0 where j > t.
 
     Args:
       rows: `[..., R, C, K]`, R sets of rows.
       columns: `[..., C, K]`.
       g: `[..., C, K]`.
+      operand: type of the products' operands, see `product`.
     """
+    each = functools.partial(product, "...rtk,...jk->...rtj", operand=operand)
     size = g.shape[-2]
-    found = jnp.where(np.eye(size, dtype=bool), jnp.einsum("...rtk,...jk->...rtj", rows, columns), 0)
+    found = jnp.where(np.eye(size, dtype=bool), each(rows, columns), 0)
     # One by one: on CPUs XLA's sums over an axis of levels, or over slices of it, take longer than all the rest.
     for spans, pairs in _levels(size):
         decay = jnp.exp(over(spans, g))
-        products = jnp.einsum("...rtk,...jk->...rtj", rows * decay[..., None, :, :], columns * decay)
-        found += jnp.where(pairs, products, 0)
+        found += jnp.where(pairs, each(rows * decay[..., None, :, :], columns * decay), 0)
     return found
 
 

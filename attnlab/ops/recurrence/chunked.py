@@ -12,6 +12,7 @@ A chunk is an affine map of the state: S becomes M S + N. `summary` is that map 
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +27,13 @@ _NOTHING = -750.0  # a log whose exponential is 0, in float64 too
 def run(terms: Terms, state, size: int):
     """(Outputs `[..., T, H, G, V]`, the last state `[..., H, K, V]`, the state before each chunk of `size` tokens)."""
     *batch, length = terms.v.shape[:-2]
-    chunks = jax.tree.map(functools.partial(_by_chunk, time=len(batch), size=size), _with_finite_logs(terms))
+    chunks = jax.tree.map(functools.partial(by_chunk, time=len(batch), size=size), with_finite_logs(terms))
     out, last, entering = _over_chunks(chunks, state)
-    out = jnp.moveaxis(out, 0, len(batch))
-    out = out.reshape(*batch, out.shape[len(batch)] * size, *out.shape[-3:])
-    return jax.lax.slice_in_dim(out, 0, length, axis=len(batch)), last, entering
+    return joined(out, (*batch, length), size), last, entering
 
 
-def summary(terms: Terms, size: int):
-    """(M `[..., H, K, K]`, N `[..., H, K, V]`) with which T tokens turn a state S into M S + N.
+def summary(run: Callable, terms: Terms, size: int):
+    """(M `[..., H, K, K]`, N `[..., H, K, V]`) with which T tokens turn a state S into M S + N, by a schedule `run`.
 
     Columns of a state do not mix: M is the state after the tokens if they find the identity and write nothing.
     """
@@ -46,7 +45,7 @@ def summary(terms: Terms, size: int):
     return after[..., shape[-1] :], after[..., : shape[-1]]
 
 
-def _with_finite_logs(terms: Terms) -> Terms:
+def with_finite_logs(terms: Terms) -> Terms:
     """The terms with segments as decays that leave nothing, and no log so low that sums or products with 0 are NaN."""
     g, starts = terms.g, terms.starts
     if starts is not None:
@@ -55,13 +54,21 @@ def _with_finite_logs(terms: Terms) -> Terms:
     return terms._replace(g=None if g is None else jnp.maximum(g, _NOTHING), starts=None)
 
 
-def _by_chunk(x, time, size):
+def by_chunk(x, time, size):
     """`[..., T, …]` to `[n, ..., C, …]`: zeros at the end, which are padding."""
     count = -(-x.shape[time] // size)
     padding = [(0, 0)] * x.ndim
     padding[time] = (0, count * size - x.shape[time])
     x = jnp.pad(x, padding).reshape(*x.shape[:time], count, size, *x.shape[time + 1 :])
     return jnp.moveaxis(x, time, 0)
+
+
+def joined(x, shape, size):
+    """`[n, ..., C, …]` to `[..., T, …]`, of shape (..., T): the inverse of `by_chunk`."""
+    *batch, length = shape
+    x = jnp.moveaxis(x, 0, len(batch))
+    x = x.reshape(*batch, x.shape[len(batch)] * size, *x.shape[len(batch) + 2 :])
+    return jax.lax.slice_in_dim(x, 0, length, axis=len(batch))
 
 
 @jax.custom_vjp

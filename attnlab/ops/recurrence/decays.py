@@ -10,36 +10,50 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from attnlab.ops.recurrence import by_feature
+from attnlab.ops.recurrence.products import product
 from attnlab.ops.recurrence.sums import over
-from attnlab.types import Array
+from attnlab.types import Array, DType
 
 
 class Decays(NamedTuple):
-    """The decays of a chunk of C tokens: their finite logs g, `[..., H, C, 1]` or `[..., H, C, K]`; None for 0."""
+    """The decays of a chunk of C tokens: their finite logs g, `[..., H, C, 1]` or `[..., H, C, K]`; None for 0.
+
+    `operand` is the type of the operands of scores, see `product`.
+    """
 
     g: Array | None
+    operand: DType | None = None
 
     def read(self, rows, state):
         """rows `[..., H, R, C, K]` times the state before the chunk decayed up to each row, `[..., H, R, C, V]`."""
-        if self.g is None:
-            return rows @ state[..., None, :, :]
-        before = jnp.exp(over(jnp.tri(self.g.shape[-2]), self.g))[..., None, :, :]
         if self._by_feature:
-            return (rows * before) @ state[..., None, :, :]
-        return (rows @ state[..., None, :, :]) * before
+            return self.from_start(rows) @ state[..., None, :, :]
+        return self.from_start(rows @ state[..., None, :, :])
 
     def write(self, state, *writes):
         """The state after the chunk, `[..., K, V]`: what was before and, of each pair, keys `[..., C, K]`ᵀ values."""
-        if self.g is not None:
-            state = state * jnp.exp(self.g.sum(axis=-2))[..., None]
-            until_after = jnp.exp(over(jnp.tri(self.g.shape[-2], k=-1).T, self.g))
+        state = state if self.g is None else state * self.whole[..., None]
         for keys, values in writes:
-            if self._by_feature:
-                keys = keys * until_after
-            elif self.g is not None:
-                values = values * until_after
+            keys, values = (self.to_end(keys), values) if self._by_feature else (keys, self.to_end(values))
             state = state + keys.mT @ values
         return state
+
+    def from_start(self, rows):
+        """rows `[..., H, R, C, F]`, each decayed from before the chunk to its token; F is K or, of heads, any."""
+        if self.g is None:
+            return rows
+        return rows * jnp.exp(over(jnp.tri(self.g.shape[-2]), self.g))[..., None, :, :]
+
+    def to_end(self, rows):
+        """rows `[..., H, C, F]`, each decayed from its token to the end of the chunk."""
+        if self.g is None:
+            return rows
+        return rows * jnp.exp(over(jnp.tri(self.g.shape[-2], k=-1).T, self.g))
+
+    @property
+    def whole(self):
+        """The decay of the whole chunk, `[..., H, K]` or `[..., H, 1]`; None for 1."""
+        return None if self.g is None else jnp.exp(self.g.sum(axis=-2))
 
     def scores(self, rows, columns):
         """Σ_c rows_tc · columns_jc · exp(g_{j+1,c} + … + g_tc) for the pairs j ≤ t.
@@ -52,9 +66,9 @@ class Decays(NamedTuple):
           `[..., H, R, C, C]`, 0 for other pairs.
         """
         if self._by_feature:
-            return by_feature.scores(rows, columns, self.g)
+            return by_feature.scores(rows, columns, self.g, self.operand)
         pairs = jnp.tri(columns.shape[-2], dtype=bool)
-        products = jnp.einsum("...rtk,...jk->...rtj", rows, columns)
+        products = product("...rtk,...jk->...rtj", rows, columns, self.operand)
         if self.g is None:
             return jnp.where(pairs, products, 0)
         return products * jnp.where(pairs, jnp.exp(self._between()), 0)[..., None, :, :]

@@ -4,6 +4,8 @@ Each device turns its tokens into their affine map of a state (`chunked.summary`
 on the length, go to all devices: each composes those before its tokens and then has the state to begin with.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,18 +17,18 @@ from attnlab.ops.recurrence import chunked
 from attnlab.ops.recurrence.terms import Terms
 
 
-def over_devices(call: ShardedCall, terms: Terms, state, size: int):
-    """(Outputs `[..., T, H, G, V]`, the last state `[..., H, K, V]`), of the arrays of the whole call or of a shard."""
+def over_devices(run: Callable, call: ShardedCall, terms: Terms, state, size: int):
+    """(Outputs `[..., T, H, G, V]`, the last state `[..., H, K, V]`), of the whole call or of a shard; by `run`."""
     axis = call.context.axis
 
     def of_shard(terms, state):
-        maps = lax.all_gather(chunked.summary(terms, size), axis)
+        maps = lax.all_gather(chunked.summary(run, terms, size), axis)
         mine = begin = state
         for device in range(call.devices):
             mine = jnp.where(index(call) == device, begin, mine)
             m, n = jax.tree.map(lambda x, device=device: x[device], maps)
             begin = m @ begin + n
-        return chunked.run(terms, mine, size)[0], begin
+        return run(terms, mine, size)[0], begin
 
     if call.is_manual:
         return of_shard(terms, state)

@@ -4,34 +4,38 @@ Powers of the matrix would be products alone, but where keys are alike their ent
 and cancel: at 64 tokens no digit of float32 is left.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from attnlab.ops.meshes import varying_like
-from attnlab.types import Array
+from attnlab.ops.recurrence.products import product
+from attnlab.types import Array, DType
 
 _BLOCK = 8  # rows that are substituted one by one; larger blocks are merged by products
 
 
-@jax.custom_vjp
-def solve(a: Array, b: Array) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def solve(a: Array, b: Array, operand: DType | None = None) -> Array:
     """X with (I + A) X = B, for strictly lower triangular A `[..., C, C]` and B `[..., C, V]`.
 
-    Entries of A on and above the diagonal are not read.
+    Entries of A on and above the diagonal are not read. The inverse is computed in A's type; its product with B has
+    operands of type `operand`, see `product`.
     """
-    return _forward(a, b)[0]
+    return _forward(a, b, operand)[0]
 
 
-def _forward(a, b):
+def _forward(a, b, operand):
     inverse = _inverse(a)
-    x = inverse @ b
+    x = product("...tj,...jv->...tv", inverse, b, operand)
     return x, (inverse, x)
 
 
-def _backward(residuals, g):
+def _backward(operand, residuals, g):
     inverse, x = residuals
-    d_b = inverse.mT @ g
-    return -jnp.tril(d_b @ x.mT, -1), d_b
+    d_b = product("...jt,...tv->...jv", inverse.mT, g, operand)
+    return -jnp.tril(product("...tv,...vj->...tj", d_b, x.mT, operand), -1), d_b
 
 
 solve.defvjp(_forward, _backward)

@@ -13,6 +13,9 @@ DECAYS = ("none", "head", "feature")
 ERASURES = ("none", "beta", "pair")
 
 
+SCHEDULES = ("chunked", "parallel")
+
+
 class Shape(NamedTuple):
     """What a program is compiled for."""
 

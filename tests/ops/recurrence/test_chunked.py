@@ -1,4 +1,4 @@
-"""Chunks of the linear recurrence against the specification: random cases, extremes, and maps of states."""
+"""Both schedules of the linear recurrence against the specification: random cases, extremes, and maps of states."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnlab.ops.recurrence import chunked
+from attnlab.ops.recurrence import chunked, parallel
 from attnlab.ops.recurrence.terms import terms_of
 from tests.ops.cases import slow
 from tests.ops.recurrence import cases
@@ -32,20 +32,23 @@ def program(impl, size=None):
 
 
 QUICK = [("head", "none"), ("feature", "beta"), ("head", "pair")]
+schedules = pytest.mark.parametrize("impl", cases.SCHEDULES)
 
 
+@schedules
 @pytest.mark.parametrize(
     ("decay", "erasure"), [names if names in QUICK else slow(*names) for names in PROGRAMS], ids=lambda name: name
 )
-def test_chunks_equal_specification_in_values_and_all_gradients(float64, decay, erasure):
+def test_chunks_equal_specification_in_values_and_all_gradients(float64, impl, decay, erasure):
     heads, size = PROGRAMS[decay, erasure]
     drawn = cases.draw(len(decay + erasure), cases.Shape(34, 40, heads, decay=decay, erasure=erasure))
-    cases.assert_close(program("chunked", size)(drawn), program("recurrent")(drawn), 1e-12)
+    cases.assert_close(program(impl, size)(drawn), program("recurrent")(drawn), 1e-12)
 
 
-def test_bfloat16_has_a_float32_state_and_gradients_of_its_own_type():
+@schedules
+def test_bfloat16_has_a_float32_state_and_gradients_of_its_own_type(impl):
     drawn = cases.draw(1, cases.Shape(2, 70, (4, 2, 2), decay="feature", erasure="pair"))
-    found = jax.eval_shape(functools.partial(program("chunked", 32), dtype=jnp.bfloat16), drawn)
+    found = jax.eval_shape(functools.partial(program(impl, 32), dtype=jnp.bfloat16), drawn)
     assert found.pop("state").dtype == np.float32
     assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
 
@@ -74,25 +77,27 @@ def extremes(length, decay, erasure):
     return drawn
 
 
+@schedules
 @pytest.mark.parametrize(("decay", "erasure"), [("head", "beta"), ("feature", "pair")])
 @pytest.mark.parametrize("length", [33, *map(slow, (0, 1, 32, 100))])
-def test_extremes_keep_values_and_gradients_finite_and_right(length, decay, erasure):
+def test_extremes_keep_values_and_gradients_finite_and_right(length, decay, erasure, impl):
     drawn = extremes(length, decay, erasure)
     with jax.enable_x64(True):
         exact = jax.tree.map(np.asarray, program("recurrent")(drawn))
-    found = jax.tree.map(np.asarray, program("chunked", 32)(drawn, dtype=np.float32))
+    found = jax.tree.map(np.asarray, program(impl, 32)(drawn, dtype=np.float32))
     # As in `attnlab.testing`: n roundings add up as √n, of terms up to four times as large as the largest result; and
     # a reflection at each token, whose errors add up.
     cases.assert_close(found, exact, 4 * ((4 + 3 * 32) ** 0.5 + length) * np.finfo(np.float32).eps)
 
 
+@schedules
 @pytest.mark.parametrize(("decay", "erasure"), [("head", "beta"), ("feature", "pair")])
-def test_single_gates_of_decays_down_to_exp_minus_20_have_the_gradients_of_the_specification(decay, erasure):
+def test_single_gates_of_decays_down_to_exp_minus_20_have_the_gradients_of_the_specification(decay, erasure, impl):
     drawn = cases.draw(1, cases.Shape(len(EXTREMES), 33, decay=decay, erasure=erasure), strongest=20.0)
     del drawn["segment_ids"], drawn["lengths"]
     with jax.enable_x64(True):
         exact = np.asarray(program("recurrent")(drawn)["the gradient of g"])
-    error = np.abs(np.asarray(program("chunked", 32)(drawn, dtype=np.float32)["the gradient of g"]) - exact)
+    error = np.abs(np.asarray(program(impl, 32)(drawn, dtype=np.float32)["the gradient of g"]) - exact)
     assert error.max() < 1e-6 * np.abs(exact).max()
     assert np.median(error[exact != 0] / np.abs(exact[exact != 0])) < 1e-6
 
@@ -100,22 +105,29 @@ def test_single_gates_of_decays_down_to_exp_minus_20_have_the_gradients_of_the_s
 # ------------------------------------------------------------------------------------------------------- maps of states
 
 
-@pytest.mark.parametrize(("decay", "erasure"), [("head", "beta"), slow("feature", "pair")])
-def test_maps_of_two_parts_compose_to_the_map_of_both(float64, decay, erasure):
+@pytest.mark.parametrize(
+    ("run", "decay", "erasure"),
+    [
+        (chunked.run, "head", "beta"),
+        (functools.partial(parallel.run, operand=np.float64), "feature", "pair"),
+    ],
+    ids=["chunked", "parallel"],
+)
+def test_maps_of_two_parts_compose_to_the_map_of_both(float64, run, decay, erasure):
     drawn = cases.draw(3, cases.Shape(2, 50, decay=decay, erasure=erasure))
     state = drawn.pop("state")
     del drawn["segment_ids"], drawn["lengths"]
 
     @jax.jit
-    def run(drawn, state):
+    def found(drawn, state):
         def terms(part):
             named = {"g": None, "beta": None, "erase": None} | jax.tree.map(lambda x: x[:, part], drawn)
             return terms_of(**named)
 
-        maps = [chunked.summary(terms(part), 16) for part in (slice(0, 19), slice(19, None), slice(None))]
-        return maps, chunked.run(terms(slice(None)), state, 16)[1]
+        maps = [chunked.summary(run, terms(part), 16) for part in (slice(0, 19), slice(19, None), slice(None))]
+        return maps, run(terms(slice(None)), state, 16)[1]
 
-    ((m1, n1), (m2, n2), (m, n)), last = run(drawn, state)
+    ((m1, n1), (m2, n2), (m, n)), last = found(drawn, state)
     np.testing.assert_allclose(m2 @ m1, m, atol=1e-13)
     np.testing.assert_allclose(m2 @ n1 + n2, n, atol=1e-12)
     np.testing.assert_allclose(m @ state + n, last, atol=1e-12)

@@ -15,7 +15,13 @@ from tests.ops.cases import slow
 from tests.ops.recurrence import cases
 
 LENGTH = 40
-members = pytest.mark.parametrize(("decay", "erasure"), [("head", "beta"), slow("feature", "pair")])
+members = pytest.mark.parametrize(
+    ("decay", "erasure", "impl"),
+    [
+        *(("head", "beta", "chunked"), ("feature", "pair", "parallel")),
+        *(slow("feature", "pair", "chunked"), slow("head", "none", "parallel")),
+    ],
+)
 
 
 def mesh_of(data=1, tensor=1, context=1, kind=AxisType.Auto):
@@ -40,7 +46,7 @@ def placed(drawn, mesh, spec):
     return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), drawn, spec)
 
 
-run = jax.jit(functools.partial(cases.results, chunk_size=8))
+run = jax.jit(functools.partial(cases.results, chunk_size=8), static_argnames="impl")
 
 
 def close(found, expected):
@@ -51,28 +57,28 @@ def close(found, expected):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @members
-def test_batch_and_heads_on_a_mesh_equal_one_device(float64, kind, decay, erasure):
+def test_batch_and_heads_on_a_mesh_equal_one_device(float64, kind, decay, erasure, impl):
     drawn, mesh = draw(decay, erasure), mesh_of(data=2, tensor=2, kind=kind)
     arrays = placed(drawn, mesh, specs(drawn, heads="tensor"))
     with jax.set_mesh(mesh):
-        found = run(arrays)
+        found = run(arrays, impl=impl)
     assert tuple(found["out"].sharding.spec)[:3] == ("data", None, "tensor")
-    close(found, run(drawn))
+    close(found, run(drawn, impl=impl))
 
 
 @pytest.mark.parametrize("kind, shape", [(AxisType.Explicit, (1, 1, 4)), slow(AxisType.Auto, (2, 1, 2))])
 @members
-def test_sequence_over_devices_equals_one_device(float64, kind, shape, decay, erasure):
+def test_sequence_over_devices_equals_one_device(float64, kind, shape, decay, erasure, impl):
     drawn, mesh = draw(decay, erasure), mesh_of(*shape, kind=kind)
     arrays = placed(drawn, mesh, specs(drawn, length="context"))
     with jax.set_mesh(mesh), attnlab.context_parallel("context"):
-        found = run(arrays)
+        found = run(arrays, impl=impl)
     assert tuple(found["out"].sharding.spec)[1] == "context"
-    close(found, run(drawn))
+    close(found, run(drawn, impl=impl))
 
 
 @members
-def test_sequence_of_shards_within_shard_map_equals_one_device(float64, decay, erasure):
+def test_sequence_of_shards_within_shard_map_equals_one_device(float64, decay, erasure, impl):
     drawn, mesh = draw(decay, erasure), mesh_of(tensor=2, context=2)
     spec = specs(drawn, length="context", heads="tensor")
     out_specs = (P("data", "context", "tensor"), P("data", "tensor"))
@@ -80,10 +86,10 @@ def test_sequence_of_shards_within_shard_map_equals_one_device(float64, decay, e
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(spec,), out_specs=out_specs, check_vma=False)
     def shard(drawn):
         with attnlab.context_parallel("context", batch="data", heads="tensor"):
-            return linear_recurrence(**drawn, return_state=True, chunk_size=8)
+            return linear_recurrence(**drawn, return_state=True, chunk_size=8, impl=impl)
 
     split = functools.partial(cases.results, function=lambda return_state, **drawn: shard(drawn))
-    close(jax.jit(split)(drawn), run(drawn))
+    close(jax.jit(split)(drawn), run(drawn, impl=impl))
 
 
 def test_split_sequence_names_its_devices_and_refuses_what_is_whole(own_errors):

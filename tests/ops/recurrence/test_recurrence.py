@@ -12,7 +12,13 @@ from attnlab import linear_recurrence
 from tests.ops.cases import slow
 from tests.ops.recurrence import cases
 
-members = pytest.mark.parametrize(("decay", "erasure"), [("head", "beta"), slow("feature", "pair")])
+members = pytest.mark.parametrize(
+    ("decay", "erasure", "impl"),
+    [
+        *(("head", "beta", "chunked"), ("feature", "pair", "parallel")),
+        *(slow("feature", "pair", "chunked"), slow("head", "beta", "parallel"), slow("head", "none", "parallel")),
+    ],
+)
 BATCH, LENGTH = 4, 40
 
 
@@ -51,7 +57,7 @@ def test_heads_that_are_fewer_serve_neighbours(float64, heads):
 
 
 @members
-def test_pieces_and_tokens_one_by_one_equal_one_pass(float64, decay, erasure):
+def test_pieces_and_tokens_one_by_one_equal_one_pass(float64, decay, erasure, impl):
     """Each row has a length, and the state goes on; a segment may begin where a piece does."""
     drawn = draw(decay, erasure)
     ids = drawn["segment_ids"]
@@ -65,7 +71,7 @@ def test_pieces_and_tokens_one_by_one_equal_one_pass(float64, decay, erasure):
             begins = np.zeros(BATCH, bool) if not 0 < start < LENGTH else ids[:, start] != ids[:, start - 1]
             begins &= drawn["lengths"] > start
             piece["state"] = jnp.where(begins[:, None, None, None], 0, state)
-            out, state = linear_recurrence(**piece, return_state=True, chunk_size=8)
+            out, state = linear_recurrence(**piece, return_state=True, chunk_size=8, impl=impl)
             outs.append(out)
             start += size
         return jnp.concatenate(outs, axis=1), state
@@ -76,7 +82,10 @@ def test_pieces_and_tokens_one_by_one_equal_one_pass(float64, decay, erasure):
 
 @pytest.mark.parametrize(
     "impl, decay, erasure",
-    [("chunked", "feature", "pair"), slow("chunked", "head", "beta"), slow("recurrent", "head", "beta")],
+    [
+        *(("chunked", "feature", "pair"), ("parallel", "head", "none")),
+        *(slow("chunked", "head", "beta"), slow("parallel", "feature", "pair"), slow("recurrent", "head", "beta")),
+    ],
 )
 def test_padding_with_nan_and_other_segments_is_inert(float64, impl, decay, erasure):
     drawn = draw(decay, erasure) | {"scale": 0.5}
@@ -96,11 +105,11 @@ def test_padding_with_nan_and_other_segments_is_inert(float64, impl, decay, eras
 
 
 @members
-def test_packed_sequences_equal_separate_ones_and_have_their_states(float64, decay, erasure):
+def test_packed_sequences_equal_separate_ones_and_have_their_states(float64, decay, erasure, impl):
     """Segments of 9 tokens end within chunks of 8, at their ends and in others; ids of rows differ."""
     drawn = {name: x for name, x in draw(decay, erasure).items() if name != "lengths"}
     arrays, ids = cases.floating(drawn), drawn["segment_ids"]
-    run = functools.partial(linear_recurrence, chunk_size=8)
+    run = functools.partial(linear_recurrence, chunk_size=8, impl=impl)
     packed = jax.jit(lambda arrays: run(**arrays, segment_ids=ids, return_state="segments"))(arrays)
     one = jax.jit(functools.partial(run, return_state=True))
     for segment, start in enumerate(range(0, LENGTH, 9)):
@@ -124,6 +133,7 @@ def test_states_of_segments_are_zero_where_a_row_has_fewer_and_in_padding(float6
 
     found = of("chunked")
     close(found, of("recurrent"))
+    close(found, of("parallel"))
     assert found["state"].shape == (BATCH, 3, *drawn["state"].shape[1:])
     exists = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 0], [0, 0, 0]], bool)
     np.testing.assert_array_equal(np.asarray(found["state"]).any(axis=(2, 3, 4)), exists)
@@ -175,12 +185,13 @@ def test_two_householder_steps_a_token_count_modulo_three_exactly():
 # ------------------------------------------------------------------------------------------------------ transformations
 
 
-def test_gradients_within_vmap_and_of_scan_and_remat_equal_gradients_of_the_batch(float64):
+@pytest.mark.parametrize("impl", cases.SCHEDULES)
+def test_gradients_within_vmap_and_of_scan_and_remat_equal_gradients_of_the_batch(float64, impl):
     drawn = draw("feature", "beta")
     arrays, ids = cases.floating(drawn), drawn["segment_ids"]
 
     def total(row, ids):
-        return (linear_recurrence(**row, segment_ids=ids, chunk_size=16) ** 2).sum()
+        return (linear_recurrence(**row, segment_ids=ids, chunk_size=16, impl=impl) ** 2).sum()
 
     def scanned(arrays):
         return jax.lax.scan(lambda sum, row: (sum + jax.checkpoint(total)(*row), None), 0.0, (arrays, ids))[0]
@@ -215,7 +226,9 @@ def test_reverse_mode_twice_is_right():
         q = np.linspace(-1, 1, 40, dtype=np.float32).reshape(20, 1, 2)
         return jax.jit(jax.grad(lambda q: (jax.grad(of_squares)(q, impl) ** 2).sum()))(q)
 
-    close(twice("chunked"), twice("recurrent"), atol=1e-5 * np.abs(twice("recurrent")).max())
+    expected = twice("recurrent")
+    for impl in cases.SCHEDULES:
+        close(twice(impl), expected, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.slow
@@ -243,9 +256,13 @@ def test_gradients_store_one_state_a_chunk():
 def test_explanation_names_the_form_the_size_of_chunks_and_the_case():
     drawn = draw()
     explain = functools.partial(attnlab.explain, operator=linear_recurrence)
-    assert (
-        str(explain(**drawn)) == "runs chunked by 32 tokens, symmetric\nnot recurrent: token by token is for 4 or fewer"
-    )
+    assert str(explain(**drawn)).splitlines() == [
+        "runs chunked by 32 tokens, symmetric",
+        "not parallel: it is for GPUs and TPUs",
+        "not recurrent: token by token is for 4 or fewer",
+    ]
+    for platform in ("gpu", "tpu"):
+        assert str(explain(**drawn, platform=platform)).startswith("runs parallel by 40 tokens, symmetric\nnot chunked")
     assert explain(**cut(drawn, slice(0, 4)) | {"lengths": None}).backend == "recurrent"
     assert "impl='recurrent'" in explain(**drawn, impl="recurrent").rejected["chunked"]
     del drawn["beta"]
@@ -261,7 +278,7 @@ zeros = functools.partial(np.zeros, dtype=np.float32)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"impl": "fast"}, "impl = 'fast': expected one of auto, chunked, recurrent"),
+        ({"impl": "fast"}, "impl = 'fast': expected one of auto, chunked, parallel, recurrent"),
         ({"chunk_size": 0}, "chunk_size = 0"),
         ({"return_state": "all"}, "return_state = 'all'"),
         ({"return_state": "segments"}, "return_state = 'segments' without segment_ids"),

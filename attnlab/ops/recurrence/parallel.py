@@ -1,0 +1,172 @@
+"""The linear recurrence for accelerators: all chunks at once, and one scan over states alone.
+
+With S the state before a chunk, every member of the family is (`chunked` has the terms, and P, q' and r' as there)
+
+    X = U + W S,        O = q' S + P X,        S becomes a ∘ S + k'ᵀ X
+
+X is what the chunk writes, k' its keys decayed to its end. U, W, P, q', k' and a do not depend on S: they are products
+of batches over all chunks, and S takes two small products a chunk. Without erasure W is 0 and the scan associative.
+
+Products have operands of the inputs' type and sums in float32; decays, inverses and states are float32. The gradient
+computes all of it again: only the arrays of the call and its outputs are stored.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from attnlab.ops.recurrence.chunked import by_chunk, joined, with_finite_logs
+from attnlab.ops.recurrence.decays import Decays
+from attnlab.ops.recurrence.products import product
+from attnlab.ops.recurrence.substitution import solve
+from attnlab.ops.recurrence.terms import Terms
+from attnlab.types import Array, DType
+
+
+class Inside(NamedTuple):
+    """What does not depend on states, of n chunks.
+
+    Attributes:
+      q: q', `[n, ..., H, G, C, K]`.
+      p: P, `[n, ..., H, G, C, N]`, by the N rows of X.
+      k: k', `[n, ..., H, N, K]`.
+      u: U, `[n, ..., H, N, V]`.
+      w: W, `[n, ..., H, N, K]`; None for 0.
+      a: `[n, ..., H, K]`, or `[n, ..., H, 1]`; None for 1.
+    """
+
+    q: Array
+    p: Array
+    k: Array
+    u: Array
+    w: Array | None
+    a: Array | None
+
+
+def run(terms: Terms, state, size: int, operand: DType):
+    """(Outputs `[..., T, H, G, V]`, the last state `[..., H, K, V]`, the state before each chunk of `size` tokens).
+
+    `operand` is the type of the products' operands; sums are in float32, or wider.
+    """
+    out, last, entering = _run(terms, state, size, operand)
+    return joined(out, terms.v.shape[:-2], size), last, entering
+
+
+@functools.partial(jax.checkpoint, static_argnums=(2, 3))
+def _run(terms, state, size, operand):
+    time = state.ndim - 3
+    chunks = jax.tree.map(functools.partial(by_chunk, time=time, size=size), with_finite_logs(terms))
+    chunks = jax.tree.map(lambda x: jnp.moveaxis(x, time + 1, -2), chunks)
+    inside = _CASES[terms.case](chunks, Decays(chunks.g, operand))
+    a = inside.a if inside.a is None else jnp.broadcast_to(inside.a, (*inside.k.shape[:-2], inside.a.shape[-1]))
+    entering, x, last = _states(operand, inside.k, inside.u, inside.w, a, state)
+    out = product("...gck,...kv->...gcv", inside.q, entering, operand)
+    out = out + product("...gcn,...nv->...gcv", inside.p, x, operand)
+    return jnp.moveaxis(out, -2, time + 1), last, entering
+
+
+def _plain(terms, decays):
+    p = decays.scores(terms.q, terms.k)
+    return Inside(decays.from_start(terms.q), p, decays.to_end(terms.k), terms.v, None, decays.whole)
+
+
+def _symmetric(terms, decays):
+    k = terms.k[..., None, :, :]
+    among_keys = decays.scores(k, terms.k)[..., 0, :, :] * terms.beta.mT
+    read = decays.from_start(k)[..., 0, :, :]
+    solved = terms.beta * solve(among_keys, jnp.concatenate([terms.v, read], axis=-1), decays.operand)
+    u, w = jnp.split(solved, (terms.v.shape[-1],), axis=-1)
+    p = decays.scores(terms.q, terms.k)
+    return Inside(decays.from_start(terms.q), p, decays.to_end(terms.k), u, -w, decays.whole)
+
+
+def _general(terms, decays):
+    e, r = terms.erase[0], terms.erase[1][..., None, :, :]
+    among_keys = jnp.tril(decays.scores(r, terms.k)[..., 0, :, :], -1)
+    written = product("...cj,...jv->...cv", among_keys, terms.v, decays.operand)
+    right = jnp.concatenate([written, decays.from_start(r)[..., 0, :, :]], axis=-1)
+    erased = -solve(decays.scores(r, e)[..., 0, :, :], right, decays.operand)
+    u, w = jnp.split(erased, (terms.v.shape[-1],), axis=-1)
+    return Inside(
+        decays.from_start(terms.q),
+        jnp.concatenate([decays.scores(terms.q, terms.k), decays.scores(terms.q, e)], axis=-1),
+        jnp.concatenate([decays.to_end(terms.k), decays.to_end(e)], axis=-2),
+        jnp.concatenate([terms.v, u], axis=-2),
+        jnp.concatenate([jnp.zeros_like(w), w], axis=-2),
+        decays.whole,
+    )
+
+
+_CASES = {"no erasure": _plain, "symmetric": _symmetric, "general": _general}
+
+# -------------------------------------------------------------------------------------------------------------- states
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _states(operand, k, u, w, a, state):
+    """(The state before each chunk `[n, ..., H, K, V]`, X `[n, ..., H, N, V]`, the last state)."""
+    if w is None:
+        written = product("...nk,...nv->...kv", k, u, operand)
+        after = _composed(a, written.at[0].add(_decayed(None if a is None else a[0], state)))
+        return jnp.concatenate([state[None], after[:-1]]), u, after[-1]
+
+    def step(state, chunk):
+        k, u, w, a = chunk
+        x = u + product("...nk,...kv->...nv", w, state, operand)
+        return _decayed(a, state) + product("...nk,...nv->...kv", k, x, operand), (state, x)
+
+    last, (entering, x) = lax.scan(step, state, (k, u, w, a))
+    return entering, x, last
+
+
+def _forward(operand, k, u, w, a, state):
+    found = entering, x, _ = _states(operand, k, u, w, a, state)
+    return found, (k, w, a, entering, x)
+
+
+def _backward(operand, residuals, cotangents):
+    """The same form in reverse, for the cotangent of the state after each chunk; all else is products of batches."""
+    k, w, a, entering, x = residuals
+    d_entering, d_x, d_last = cotangents
+    if w is None:
+        decays = None if a is None else jnp.concatenate([a, jnp.ones_like(a[:1])])
+        d_after = _composed(decays, jnp.concatenate([d_entering, d_last[None]]), reverse=True)
+        d_state, d_after = d_after[0], d_after[1:]
+        d_x = d_x + product("...nk,...kv->...nv", k, d_after, operand)
+    else:
+
+        def step(d_after, chunk):
+            k, w, a, d_before, d_x = chunk
+            d_x = d_x + product("...nk,...kv->...nv", k, d_after, operand)
+            d_before = d_before + _decayed(a, d_after) + product("...nk,...nv->...kv", w, d_x, operand)
+            return d_before, (d_after, d_x)
+
+        d_state, (d_after, d_x) = lax.scan(step, d_last, (k, w, a, d_entering, d_x), reverse=True)
+    d_k = product("...nv,...kv->...nk", x, d_after, operand)
+    d_w = None if w is None else product("...nv,...kv->...nk", d_x, entering, operand)
+    d_a = None
+    if a is not None:
+        d_a = (entering * d_after).sum(axis=-1)
+        d_a = d_a if a.shape[-1] > 1 else d_a.sum(axis=-1, keepdims=True)
+    return d_k, d_x, d_w, d_a, d_state
+
+
+_states.defvjp(_forward, _backward)
+
+
+def _decayed(a, state):
+    return state if a is None else a[..., None] * state
+
+
+def _composed(a, written, reverse=False):
+    """S_n = a_n ∘ S_{n−1} + written_n of all n, by composing neighbours; with `reverse` S_n = a_n ∘ S_{n+1} + …."""
+    if a is None:
+        return lax.cumsum(written, reverse=reverse)
+
+    def compose(first, second):
+        return first[0] * second[0], first[1] * second[0] + second[1]
+
+    return lax.associative_scan(compose, (a[..., None], written), reverse=reverse)[1]

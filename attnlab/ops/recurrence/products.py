@@ -1,0 +1,37 @@
+"""Products of batches of matrices whose operands have the inputs' type, with sums in float32 or wider."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from attnlab.types import Array, DType
+
+
+def product(spec: str, x: Array, y: Array, operand: DType | None = None) -> Array:
+    """The einsum of two arrays, such as "...tk,...jk->...tj", after rounding both to `operand`; None for their type.
+
+    Derivatives round their operands in the same way, where those of `einsum` would multiply a cotangent of float32.
+    """
+    if operand is None or jnp.finfo(operand).bits >= 32:
+        return jnp.einsum(spec, x, y)
+    return _rounded(spec, operand, x, y)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rounded(spec, operand, x, y):
+    return jnp.einsum(spec, x.astype(operand), y.astype(operand), preferred_element_type=jnp.float32)
+
+
+def _forward(spec, operand, x, y):
+    return _rounded(spec, operand, x, y), (x, y)
+
+
+def _backward(spec, operand, residuals, g):
+    of_x, of_y, of_out = spec.replace("->", ",").split(",")
+    x, y = residuals
+    d_x = product(f"{of_out},{of_y}->{of_x}", g, y, operand)
+    return d_x, product(f"{of_out},{of_x}->{of_y}", g, x, operand)
+
+
+_rounded.defvjp(_forward, _backward)
