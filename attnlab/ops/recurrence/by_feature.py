@@ -16,21 +16,22 @@ from attnlab.types import Array, DType
 
 
 def scores(rows: Array, columns: Array, g: Array, operand: DType | None = None) -> Array:
-    """P `[..., R, C, C]`, 0 where j > t.
+    """P `[..., R, C, N]`, 0 where j > t.
 
     Args:
       rows: `[..., R, C, K]`, R sets of rows.
-      columns: `[..., C, K]`.
+      columns: `[..., N, K]`, whole sets of C columns, one after another.
       g: `[..., C, K]`.
       operand: type of the products' operands, see `product`.
     """
     each = functools.partial(product, "...rtk,...jk->...rtj", operand=operand)
-    size = g.shape[-2]
-    found = jnp.where(np.eye(size, dtype=bool), each(rows, columns), 0)
+    size, sets = g.shape[-2], columns.shape[-2] // g.shape[-2]
+    found = jnp.where(np.tile(np.eye(size, dtype=bool), sets), each(rows, columns), 0)
     # One by one: on CPUs XLA's sums over an axis of levels, or over slices of it, take longer than all the rest.
     for spans, pairs in _levels(size):
         decay = jnp.exp(over(spans, g))
-        found += jnp.where(pairs, each(rows * decay[..., None, :, :], columns * decay), 0)
+        of_columns = columns * jnp.concatenate([decay] * sets, axis=-2)
+        found += jnp.where(np.tile(pairs, sets), each(rows * decay[..., None, :, :], of_columns), 0)
     return found
 
 

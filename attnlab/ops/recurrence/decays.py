@@ -60,18 +60,20 @@ class Decays(NamedTuple):
 
         Args:
           rows: `[..., H, R, C, K]`, R sets of rows.
-          columns: `[..., H, C, K]`.
+          columns: `[..., H, N, K]`, whole sets of C columns, one after another.
 
         Returns:
-          `[..., H, R, C, C]`, 0 for other pairs.
+          `[..., H, R, C, N]`, 0 for other pairs.
         """
         if self._by_feature:
             return by_feature.scores(rows, columns, self.g, self.operand)
-        pairs = jnp.tri(columns.shape[-2], dtype=bool)
+        size = rows.shape[-2]
+        pairs, sets = jnp.tri(size, dtype=bool), columns.shape[-2] // size
         products = product("...rtk,...jk->...rtj", rows, columns, self.operand)
         if self.g is None:
-            return jnp.where(pairs, products, 0)
-        return products * jnp.where(pairs, jnp.exp(self._between()), 0)[..., None, :, :]
+            return jnp.where(jnp.tile(pairs, sets), products, 0)
+        decay = jnp.where(pairs, jnp.exp(self._between()), 0)
+        return products * jnp.concatenate([decay] * sets, axis=-1)[..., None, :, :]
 
     def _between(self):
         """The log of the decay from token j to token t ≥ j, `[..., H, t, j]`."""

@@ -74,30 +74,25 @@ def _plain(terms, decays):
 
 
 def _symmetric(terms, decays):
-    k = terms.k[..., None, :, :]
-    among_keys = decays.scores(k, terms.k)[..., 0, :, :] * terms.beta.mT
-    read = decays.from_start(k)[..., 0, :, :]
-    solved = terms.beta * solve(among_keys, jnp.concatenate([terms.v, read], axis=-1), decays.operand)
+    rows = jnp.concatenate([terms.k[..., None, :, :], terms.q], axis=-3)
+    scores, read = decays.scores(rows, terms.k), decays.from_start(rows)
+    right = jnp.concatenate([terms.v, -read[..., 0, :, :]], axis=-1)
+    solved = terms.beta * solve(scores[..., 0, :, :] * terms.beta.mT, right, decays.operand)
     u, w = jnp.split(solved, (terms.v.shape[-1],), axis=-1)
-    p = decays.scores(terms.q, terms.k)
-    return Inside(decays.from_start(terms.q), p, decays.to_end(terms.k), u, -w, decays.whole)
+    return Inside(read[..., 1:, :, :], scores[..., 1:, :, :], decays.to_end(terms.k), u, w, decays.whole)
 
 
 def _general(terms, decays):
-    e, r = terms.erase[0], terms.erase[1][..., None, :, :]
-    among_keys = jnp.tril(decays.scores(r, terms.k)[..., 0, :, :], -1)
-    written = product("...cj,...jv->...cv", among_keys, terms.v, decays.operand)
-    right = jnp.concatenate([written, decays.from_start(r)[..., 0, :, :]], axis=-1)
-    erased = -solve(decays.scores(r, e)[..., 0, :, :], right, decays.operand)
-    u, w = jnp.split(erased, (terms.v.shape[-1],), axis=-1)
-    return Inside(
-        decays.from_start(terms.q),
-        jnp.concatenate([decays.scores(terms.q, terms.k), decays.scores(terms.q, e)], axis=-1),
-        jnp.concatenate([decays.to_end(terms.k), decays.to_end(e)], axis=-2),
-        jnp.concatenate([terms.v, u], axis=-2),
-        jnp.concatenate([jnp.zeros_like(w), w], axis=-2),
-        decays.whole,
-    )
+    e, r = terms.erase
+    rows = jnp.concatenate([r[..., None, :, :], terms.q], axis=-3)
+    scores, read = decays.scores(rows, jnp.concatenate([terms.k, e], axis=-2)), decays.from_start(rows)
+    among_keys, among_erased = jnp.split(scores[..., 0, :, :], 2, axis=-1)
+    written = product("...tj,...jv->...tv", jnp.tril(among_keys, -1), terms.v, decays.operand)
+    right = jnp.concatenate([written, read[..., 0, :, :]], axis=-1)
+    u, w = jnp.split(-solve(among_erased, right, decays.operand), (terms.v.shape[-1],), axis=-1)
+    k = jnp.concatenate([decays.to_end(terms.k), decays.to_end(e)], axis=-2)
+    u, w = jnp.concatenate([terms.v, u], axis=-2), jnp.concatenate([jnp.zeros_like(w), w], axis=-2)
+    return Inside(read[..., 1:, :, :], scores[..., 1:, :, :], k, u, w, decays.whole)
 
 
 _CASES = {"no erasure": _plain, "symmetric": _symmetric, "general": _general}
