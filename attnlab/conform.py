@@ -8,7 +8,8 @@ Each feature is right, wrong (with the smallest failing call as code), ignored (
 it returns), refused, or slow (memory that grows with Tq·Tk). Without --adapter the function is called by keywords, as
 `attnlab.attention` is; functions of jax.nn, Flax, tokamax and torch are known by their names. Modules in the current
 folder are found. A function that ends its process is reported, and the check goes on; its output is not shown. With
---recurrence the function is called as `attnlab.linear_recurrence` is.
+--recurrence the function is called as `attnlab.linear_recurrence` is. Products of float32 have the precision "highest",
+unless JAX_DEFAULT_MATMUL_PRECISION says another.
 
 --out writes the results to `conformance.json` and `conformance.html`. The exit code is 1 if something is wrong or
 ignored, 2 for an error, or if all was refused. `python -m attnlab.conform` is the same command.
@@ -140,7 +141,8 @@ def checked(asked: dict, features: list[str]) -> tuple[str, list[dict], dict[str
 
 def _environment() -> dict[str, str]:
     devices = "--xla_force_host_platform_device_count=4"  # for calls that are sharded
-    return os.environ | {"XLA_FLAGS": f"{devices} {os.environ.get('XLA_FLAGS', '')}"}
+    highest = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}  # on GPUs products of float32 are in TF32 otherwise
+    return highest | os.environ | {"XLA_FLAGS": f"{devices} {os.environ.get('XLA_FLAGS', '')}"}
 
 
 def _line(row: dict, width: int) -> str:

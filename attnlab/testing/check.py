@@ -49,7 +49,7 @@ class Row:
       feature: its name.
       outcome: "right"; "wrong"; "ignored", where the output is what the call without the feature returns; "refused";
         "slow", where memory grows with Tq·Tk though it does not without the feature.
-      why: one line; "" where it is right.
+      why: one line; "" where it is right, unless that is by the bound of products in TF32.
       worst: the largest error in units of its bound.
       cases: how many calls were computed.
       gradients: whether gradients were compared.
@@ -240,7 +240,8 @@ def _row(operator: Operator, subject: Subject, feature, gradients: bool, where: 
             return Row(feature.name, finding.outcome, finding.why, finding.worst, compared, compares, code)
     if operator.is_slow(subject, feature):
         return Row(feature.name, "slow", "its memory grows with Tq·Tk", worst, compared, compares)
-    return Row(feature.name, "right", "", worst, compared, compares)
+    why = "its products are in TF32" if rounding(feature.dtype) > float(jnp.finfo(feature.dtype).eps) else ""
+    return Row(feature.name, "right", why, worst, compared, compares)
 
 
 def _judged(operator: Operator, subject: Subject, case: Case, gradients: bool) -> tuple[Finding, bool]:
@@ -328,6 +329,13 @@ def _error(subject: Subject, case: Case, name: str, found, exact, naive) -> floa
     return float((abs(found - exact) / bounds(case, name, exact, naive)).max(initial=0))
 
 
+def rounding(dtype) -> float:
+    """ε of the type that products round their operands to: TF32's for float32 on GPUs, unless JAX is told otherwise."""
+    default = jax.config.jax_default_matmul_precision in (None, "default", "tensorfloat32")
+    is_tf32 = dtype == jnp.float32 and default and jax.default_backend() == "gpu"
+    return 2.0**-10 if is_tf32 else float(jnp.finfo(dtype).eps)
+
+
 def bounds(case: Case, name: str, exact: np.ndarray, naive: np.ndarray) -> np.ndarray:
     """The largest error that is right, for each row of a result: four times a naive computation's error, and a floor.
 
@@ -346,7 +354,7 @@ def bounds(case: Case, name: str, exact: np.ndarray, naive: np.ndarray) -> np.nd
       bounds that broadcast to `exact`.
     """
     epsilon = float(np.finfo(np.float32).eps)
-    precision = float(jnp.finfo(case.feature.dtype).eps)
+    precision = rounding(case.feature.dtype)
     errors = abs(np.asarray(naive, np.float64) - exact)
     has_features = name not in ("lse", "the gradient of sinks")
     errors = errors.max(axis=-1, keepdims=True) if has_features else errors

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from attnlab.testing.cases import WITHOUT, Case, features_named
-from attnlab.testing.check import Finding, Operator, Report, Row, compared, rows_of
+from attnlab.testing.check import Finding, Operator, Report, Row, compared, rounding, rows_of
 from attnlab.testing.subject import FLOATING, Subject, outputs_of
 
 # The sizes of a call; the length is a multiple of no chunk.
@@ -198,7 +198,8 @@ def _error(case: Case, name: str, found, exact, naive) -> float:
         return math.inf
     of_chunk = min(float(abs(np.asarray(case.call.get("g", 0), np.float64)).max()) * 64, 104)
     floor = 4 * float(np.finfo(np.float32).eps) * (math.sqrt(FEATURES + 3 * 64) + of_chunk)
-    floor += 4 * float(ml_dtypes.finfo(case.feature.dtype).eps) * (case.feature.dtype != np.float32)
+    epsilon = rounding(case.feature.dtype)  # of operands and results; float32's is that of the sums above
+    floor += 4 * epsilon * (epsilon > float(np.finfo(np.float32).eps))
 
     def ratio(measure, size):
         error, of_naive = (measure(abs(x - exact) / size) for x in (found, naive))

@@ -72,6 +72,14 @@ def test_right_implementation_is_right_and_its_choices_are_told():
     assert report.follows == ["torch", "ONNX"] and str(report).endswith("as torch, ONNX")
 
 
+def test_products_in_tf32_have_its_bound_and_are_told(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for precision, why in (("highest", ""), (None, "its products are in TF32")):
+        with jax.default_matmul_precision(precision):
+            row = check_attention(faults.with_fault(""), features=["causal"], cases=1, shapes=SMALL)["causal"]
+        assert (row.outcome, row.why) == ("right", why)
+
+
 def test_function_without_an_argument_refuses_and_its_message_is_told():
     report = check_attention(
         lambda q, k, v: attnlab.attention(q, k, v), features=["plain", "causal"], cases=2, shapes=SMALL
