@@ -14,7 +14,7 @@ from attnlab.ops.explanation import Explanation
 from attnlab.ops.logsumexp import finite_shift, normalizer
 from attnlab.ops.mask_algebra import Mask, require_positions
 from attnlab.ops.masks import Dense
-from attnlab.ops.platforms import PLATFORMS, platform_of
+from attnlab.ops.platforms import PLATFORMS, is_tf32, platform_of
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.types import Array
 
@@ -207,14 +207,14 @@ def explain(q, k, v, *terms, platform: str | None = None, operator=None, **named
     >>> explain(q, k, v, mask=Causal(), platform="tpu").backend
     'splash'
     """
+    if platform is not None and platform not in PLATFORMS:
+        raise ValueError(f"platform = {platform!r} is unknown: use one of {', '.join(map(repr, PLATFORMS))}")
     if operator is recurrence.linear_recurrence:
-        return recurrence.explain(q, k, v, *terms, **named)
+        return recurrence.explain(q, k, v, *terms, platform=platform, **named)
     if operator not in (None, attention):
         raise ValueError(f"operator = {operator!r}: expected attnlab.attention or attnlab.linear_recurrence")
     signature = inspect.signature(attention)
     checks.require_known_keywords("explain", named, signature.parameters)
-    if platform is not None and platform not in PLATFORMS:
-        raise ValueError(f"platform = {platform!r} is unknown: use one of {', '.join(map(repr, PLATFORMS))}")
     arguments = signature.bind(q, k, v, *terms, **named)
     arguments.apply_defaults()
     *_, explanation = _planned(*arguments.args, platform=platform)
@@ -250,6 +250,7 @@ def _choose(impl, call: AttentionCall, return_lse, platform=None, split=None, la
     rejected |= {name: f"it could, but {why}" for name in able if name != chosen}
     explanation = Explanation(chosen, rejected)
     explanation.split = "" if layout is None else str(layout)
+    explanation.products = "TF32" if is_tf32(call.q.dtype, platform or platform_of(call.q, call.k, call.v)) else ""
     return explanation
 
 

@@ -9,10 +9,16 @@ class _BackendAndRejected(NamedTuple):
 
 
 class Explanation(_BackendAndRejected):
-    """The pair (backend, rejected); `split` tells how `context_parallel` splits the sequence, "" if it does not."""
+    """The pair (backend, rejected).
+
+    `split` tells how `context_parallel` splits the sequence, "" if it does not; `products` the type that products of
+    matrices round their operands to, where that is not the inputs'.
+    """
 
     split: str = ""
+    products: str = ""
 
     def __str__(self):
         runs = f"runs {self.backend}" + (f" {self.split}" if self.split else "")
+        runs += f", products in {self.products}" if self.products else ""
         return "\n".join([runs, *(f"not {name}: {why}" for name, why in self.rejected.items())])

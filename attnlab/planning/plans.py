@@ -16,7 +16,7 @@ from attnlab.planning.programs import Program
 from attnlab.planning.topologies import Topology
 from attnlab.support.errors import UserError
 from attnlab.training import parallel as parallel_lib
-from attnlab.training import run
+from attnlab.training import precision, run
 from attnlab.training.experiment import Experiment, backend_of
 
 _GIB = 2**30
@@ -90,8 +90,9 @@ def plan(config: ConfigDict | RunConfig, topology: Topology, vocab_size: int | N
     notes += assumed
     parallel = parallel_lib.from_config(config, devices=topology.devices)
     experiment = Experiment(config, vocab_size, parallel=parallel)
-    training = _compiled("training", experiment.lower, parallel, topology)
-    evaluation = _compiled("evaluation", experiment.lower_eval, parallel, topology)
+    with precision.products(config.precision):
+        training = _compiled("training", experiment.lower, parallel, topology)
+        evaluation = _compiled("evaluation", experiment.lower_eval, parallel, topology)
     attention, rejected = attention_of(experiment.model, topology, config.batch_size, parallel.mesh)
     state, loops = experiment.abstract_state, training.unknown_loops
     refusals = {"training": training.refusal, "evaluation": evaluation.refusal}

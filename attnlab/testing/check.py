@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnlab.ops.call import AttentionCall
+from attnlab.ops.platforms import is_tf32
 from attnlab.testing import cases as drawn
 from attnlab.testing import reference
 from attnlab.testing.cases import Case, Feature, Shape
@@ -330,10 +331,8 @@ def _error(subject: Subject, case: Case, name: str, found, exact, naive) -> floa
 
 
 def rounding(dtype) -> float:
-    """ε of the type that products round their operands to: TF32's for float32 on GPUs, unless JAX is told otherwise."""
-    default = jax.config.jax_default_matmul_precision in (None, "default", "tensorfloat32")
-    is_tf32 = dtype == jnp.float32 and default and jax.default_backend() == "gpu"
-    return 2.0**-10 if is_tf32 else float(jnp.finfo(dtype).eps)
+    """ε of the type that products round their operands to."""
+    return 2.0**-10 if is_tf32(dtype, jax.default_backend()) else float(jnp.finfo(dtype).eps)
 
 
 def bounds(case: Case, name: str, exact: np.ndarray, naive: np.ndarray) -> np.ndarray:

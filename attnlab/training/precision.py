@@ -1,5 +1,6 @@
 """The data type of a run's computation: `config.precision`, where "auto" is the faster type on the hardware."""
 
+import contextlib
 import functools
 from pathlib import Path
 
@@ -7,6 +8,11 @@ import jax
 
 # Instructions of x86 CPUs that multiply bfloat16, as Linux names them.
 _CPU_FLAGS = {"avx512_bf16", "amx_bf16"}
+
+
+def products(precision: str) -> contextlib.AbstractContextManager:
+    """The context in which a run multiplies: float32 in full precision, where JAX takes TF32 on GPUs by default."""
+    return jax.default_matmul_precision("highest") if precision == "float32" else contextlib.nullcontext()
 
 
 def resolved(precision: str, device: jax.Device | None = None) -> str:

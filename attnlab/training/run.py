@@ -163,6 +163,7 @@ def open(
     config, workdir, is_first = plan.config, plan.workdir, jax.process_index() == 0
     say = status.show if is_first else status.silent
     with contextlib.ExitStack() as resources:
+        resources.enter_context(precision.products(config.precision))
         if workdir.previous_run and is_first and not eval_only:
             resources.enter_context(workdir.claimed())
         parallel = parallel_lib.from_config(config)

@@ -16,7 +16,7 @@ from jaxtyping import Float, Integer
 
 from attnlab.ops import checks, context, counting, meshes
 from attnlab.ops.explanation import Explanation
-from attnlab.ops.platforms import platform_of
+from attnlab.ops.platforms import is_tf32, platform_of
 from attnlab.ops.recurrence import chunked, devices, parallel, recurrent, segments
 from attnlab.ops.recurrence.terms import Terms, fitting, scaled, starts_of, terms_of, within_lengths
 from attnlab.types import Array
@@ -190,4 +190,5 @@ def explain(q, k, v, g=None, beta=None, *, impl="auto", chunk_size=None, platfor
     explanation = Explanation(chosen, {other: asked or f"it is for {for_}", "recurrent": why})
     over = f", over {split.devices} devices of {split.context.axis!r}" if split is not None else ""
     explanation.split = f"by {size} tokens, {terms.case}{over}"
+    explanation.products = "TF32" if is_tf32(jnp.result_type(q, k, v), platform) else ""
     return explanation

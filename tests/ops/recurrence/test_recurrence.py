@@ -262,7 +262,9 @@ def test_explanation_names_the_form_the_size_of_chunks_and_the_case():
         "not recurrent: token by token is for 4 or fewer",
     ]
     for platform in ("gpu", "tpu"):
-        assert str(explain(**drawn, platform=platform)).startswith("runs parallel by 40 tokens, symmetric\nnot chunked")
+        found = str(explain(**drawn | {"q": np.float32(drawn["q"])}, platform=platform))
+        products = ", products in TF32" if platform == "gpu" else ""
+        assert found.startswith(f"runs parallel by 40 tokens, symmetric{products}\nnot chunked: it is for CPUs")
     assert explain(**cut(drawn, slice(0, 4)) | {"lengths": None}).backend == "recurrent"
     assert "impl='recurrent'" in explain(**drawn, impl="recurrent").rejected["chunked"]
     del drawn["beta"]
