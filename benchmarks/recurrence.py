@@ -1,6 +1,7 @@
 """Benchmark the linear recurrence against causal softmax attention, forward and forward + backward, over the length.
 
-    python -m attnlab.bench recurrence [--lengths=2048,4096,16384] [--members=gated_delta,gla] [--chunks=16,32,64]
+    python -m attnlab.bench recurrence [--lengths=2048,4096,16384] [--members=gated_delta,gla]
+        [--impls=chunked,parallel] [--chunks=16,32,64]
 
 Members: plain (linear attention), mamba2 (decays a head), gla (by feature), gated_delta, kda (by feature) and general
 (e and r of their own, as in RWKV-7). Contenders alternate; times are also given as multiples of the softmax's.
@@ -9,6 +10,7 @@ Figures: seconds (medians), and us_a_token, by length and pass, and contender.
 """
 
 import functools
+import itertools
 import statistics
 from collections.abc import Callable
 
@@ -18,6 +20,7 @@ from absl import flags
 
 import attnlab
 from attnlab import masks
+from attnlab.ops.recurrence import CHUNKS
 from attnlab.support import timing
 
 from .harness import options, recording, tables
@@ -42,7 +45,8 @@ COUNTS = {
 def define(values, argv) -> None:
     """Define the flags."""
     flags.DEFINE_list("lengths", ["2048", "4096", "16384"], "sequence lengths", flag_values=values)
-    flags.DEFINE_list("chunks", ["32"], "tokens of a chunk", flag_values=values)
+    flags.DEFINE_list("chunks", [], "tokens of a chunk; the schedule's own where empty", flag_values=values)
+    flags.DEFINE_list("impls", ["chunked"], "schedules: chunked, parallel", flag_values=values)
     flags.DEFINE_integer("longest_softmax", 4096, "the longest sequence of the softmax", flag_values=values)
     options.define_choices(values, "members", MEMBERS, "members")
     options.define_common(values, COUNTS)
@@ -50,8 +54,10 @@ def define(values, argv) -> None:
 
 def main(values) -> int:
     """Benchmark, and print the tables."""
-    lengths, chunks = options.whole_numbers(values, "lengths"), options.whole_numbers(values, "chunks")
+    lengths = options.whole_numbers(values, "lengths")
+    chunks = options.whole_numbers(values, "chunks") if values.chunks else [None]
     options.check_known("members", values.members, MEMBERS)
+    options.check_known("impls", values.impls, CHUNKS)
     options.check_common(values, COUNTS)
     rows, a_token = {}, {}
     for length in lengths:
@@ -60,9 +66,9 @@ def main(values) -> int:
         if length <= values.longest_softmax:
             functions["softmax"] = _softmax(shape)
         for member in values.members:
-            for chunk in chunks:
-                label = member if len(chunks) == 1 else f"{member}, {chunk}"
-                functions[label] = _recurrence(shape, *MEMBERS[member], chunk)
+            for impl, chunk in itertools.product(values.impls, chunks):
+                several = [impl] * (len(values.impls) > 1) + [str(chunk)] * (len(chunks) > 1)
+                functions[", ".join([member, *several])] = _recurrence(shape, *MEMBERS[member], impl, chunk)
         for which, passes in {"forward": _forward, "forward + backward": _backward}.items():
             label = f"T = {length:,}, {which}"
             rows[label] = timing.alternate({name: passes(*f) for name, f in functions.items()}, values.rounds)
@@ -85,7 +91,7 @@ def _softmax(shape) -> tuple[Callable, dict]:
     return (lambda x: attnlab.attention(**x, mask=masks.Causal())), {"q": q, "k": k, "v": v}
 
 
-def _recurrence(shape, decay, erasure, chunk) -> tuple[Callable, dict]:
+def _recurrence(shape, decay, erasure, impl, chunk) -> tuple[Callable, dict]:
     """(A function of a dictionary of arguments, the arguments): unit keys, decays of e⁻¹ in about eight tokens."""
     normal = jax.random.normal(jax.random.key(0), (4, *shape))
     unit = normal / jnp.linalg.norm(normal, axis=-1, keepdims=True)
@@ -97,7 +103,7 @@ def _recurrence(shape, decay, erasure, chunk) -> tuple[Callable, dict]:
         given["beta"] = jax.nn.sigmoid(normal[3, ..., 1])
     if erasure == "erase":
         given["erase"] = (0.5 * unit[1], unit[3])
-    call = functools.partial(attnlab.linear_recurrence, impl="chunked", chunk_size=chunk)
+    call = functools.partial(attnlab.linear_recurrence, impl=impl, chunk_size=chunk)
     return (lambda x: call(**x)), given
 
 
