@@ -49,22 +49,61 @@ class _Cell(nn.Module):
         kernel, bias = (y.astype(inputs[0].dtype) for y in (jnp.concatenate(kernels, axis=-1), bias))
         begins = inside = None
         if context.segments is not None:
-            begins = jnp.pad(context.segments[:, 1:] != context.segments[:, :-1], ((0, 0), (1, 0)))
+            begins = jnp.pad(context.segments[:, 1:] != context.segments[:, :-1], ((0, 0), (1, 0))).T[..., None]
         if context.lengths is not None:
-            inside = jnp.arange(x.shape[1]) < context.lengths[:, None]
-
-        def step(state, token):
-            (of_r, of_z, of_n), begins, inside = token
-            previous = state if begins is None else jnp.where(begins[:, None], 0, state)
-            r, z, n = jnp.split(previous @ kernel, 3, axis=-1)
-            r, z = nn.sigmoid(of_r + r), nn.sigmoid(of_z + z)
-            n = jnp.tanh(of_n + r * (n + bias))
-            state = (1 - z) * n + z * previous
-            return state if inside is None else jnp.where(inside[:, None], state, previous), state
-
-        by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, begins, inside))
-        last_state, out = jax.lax.scan(step, state, by_token)
+            inside = (jnp.arange(x.shape[1]) < context.lengths[:, None]).T[..., None]
+        inputs = jnp.moveaxis(jnp.stack(inputs), 2, 1)  # [3, T, B, d]
+        out, last_state = _run(inputs, kernel, bias, state, begins, inside)
         return last_state, jnp.moveaxis(out, 0, 1)
+
+
+@jax.custom_vjp
+def _run(inputs, kernel, bias, state, begins, inside):
+    """(Outputs `[T, B, d]`, the last state `[B, d]`), of projected inputs `[3, T, B, d]` of the gates r, z and n."""
+    return _forward(inputs, kernel, bias, state, begins, inside)[0]
+
+
+def _forward(inputs, kernel, bias, state, begins, inside):
+    def step(state, token):
+        inputs, begins, inside = token
+        previous = state if begins is None else jnp.where(begins, 0, state)
+        r, z, n, _ = _gates(inputs, previous @ kernel, bias)
+        out = (1 - z) * n + z * previous
+        return out if inside is None else jnp.where(inside, out, previous), (out, previous)
+
+    last, (out, previous) = jax.lax.scan(step, state, (jnp.moveaxis(inputs, 1, 0), begins, inside))
+    return (out, last), (inputs, kernel, bias, previous, begins, inside)
+
+
+def _gates(inputs, hidden, bias):
+    r, z, n = jnp.split(hidden, 3, axis=-1)
+    r, z, n = nn.sigmoid(inputs[0] + r), nn.sigmoid(inputs[1] + z), n + bias
+    return r, z, jnp.tanh(inputs[2] + r * n), n
+
+
+def _backward(residuals, cotangents):
+    """Gates of all tokens are computed again at once, and the kernel's gradient is one product after the loop."""
+    inputs, kernel, bias, previous, begins, inside = residuals
+    d_out, d_last = cotangents
+    r, z, n, of_n = _gates(inputs, previous @ kernel, bias)
+
+    def step(d_state, token):
+        d_out, (r, z, n, of_n, previous), begins, inside = token
+        d_out = d_out + (d_state if inside is None else jnp.where(inside, d_state, 0))
+        d_n = d_out * (1 - z) * (1 - n * n)
+        d_r, d_z = d_n * of_n * r * (1 - r), d_out * (previous - n) * z * (1 - z)
+        d_hidden = jnp.concatenate([d_r, d_z, d_n * r], axis=-1)
+        d_previous = d_out * z + d_hidden @ kernel.T + (0 if inside is None else jnp.where(inside, 0, d_state))
+        return d_previous if begins is None else jnp.where(begins, 0, d_previous), (d_r, d_z, d_n, d_hidden)
+
+    tokens = (d_out, (r, z, n, of_n, previous), begins, inside)
+    d_state, (*d_inputs, d_hidden) = jax.lax.scan(step, d_last, tokens, reverse=True)
+    d_kernel = jnp.einsum("tbi,tbj->ij", previous, d_hidden)
+    d_bias = d_hidden[..., -len(bias) :].sum(axis=(0, 1))
+    return jnp.stack(d_inputs), d_kernel, d_bias, d_state, None, None
+
+
+_run.defvjp(_forward, _backward)
 
 
 class _Hidden(nn.Module):
