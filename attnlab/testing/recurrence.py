@@ -198,7 +198,7 @@ def _error(case: Case, name: str, found, exact, naive) -> float:
         return math.inf
     of_chunk = min(float(abs(np.asarray(case.call.get("g", 0), np.float64)).max()) * 64, 104)
     floor = 4 * float(np.finfo(np.float32).eps) * (math.sqrt(FEATURES + 3 * 64) + of_chunk)
-    epsilon = rounding(case.feature.dtype)  # of operands and results; float32's is that of the sums above
+    epsilon = rounding(case.feature.dtype)  # of operands and results; the sums above have float32's
     floor += 4 * epsilon * (epsilon > float(np.finfo(np.float32).eps))
 
     def ratio(measure, size):

@@ -186,13 +186,13 @@ def explain(q, k, v, g=None, beta=None, *, impl="auto", chunk_size=None, platfor
     terms, _, split = _prepared(q, k, v, g, beta, **(optional | named))
     platform = platform or platform_of(q, k, v)
     chosen, size = _form(impl, chunk_size, terms, split, platform)
-    asked = f"impl={impl!r}" if impl == chosen else None
+    why = f"impl={impl!r}" if impl == chosen else None
     if chosen == "recurrent":
-        return Explanation("recurrent", dict.fromkeys(CHUNKS, asked or f"it is for more than {_FEW} tokens"))
+        return Explanation("recurrent", dict.fromkeys(CHUNKS, why or f"it is for more than {_FEW} tokens"))
     other, for_ = ("chunked", "CPUs") if chosen == "parallel" else ("parallel", "GPUs and TPUs")
-    why = asked or f"token by token is for {_FEW} or fewer"
-    why = why if split is None else "context_parallel cannot split it"
-    explanation = Explanation(chosen, {other: asked or f"it is for {for_}", "recurrent": why})
+    of_few = why or f"token by token is for {_FEW} or fewer"
+    of_few = of_few if split is None else "context_parallel cannot split it"
+    explanation = Explanation(chosen, {other: why or f"it is for {for_}", "recurrent": of_few})
     over = f", over {split.devices} devices of {split.context.axis!r}" if split is not None else ""
     explanation.split = f"by {size} tokens, {terms.case}{over}"
     explanation.products = "TF32" if is_tf32(jnp.result_type(q, k, v), platform) else ""

@@ -27,7 +27,7 @@ from attnlab.types import Array, DType
 
 
 class Inside(NamedTuple):
-    """What does not depend on states, of n chunks.
+    """The parts of n chunks that do not depend on states.
 
     Attributes:
       q: q', `[n, ..., H, G, C, K]`.

@@ -11,7 +11,7 @@ from attnlab.types import Array, DType
 def product(spec: str, x: Array, y: Array, operand: DType | None = None) -> Array:
     """The einsum of two arrays, such as "...tk,...jk->...tj", after rounding both to `operand`; None for their type.
 
-    Derivatives round their operands in the same way, where those of `einsum` would multiply a cotangent of float32.
+    Derivatives round their operands in the same way; `einsum` would multiply a cotangent of float32.
     """
     if operand is None or jnp.finfo(operand).bits >= 32:
         return jnp.einsum(spec, x, y)

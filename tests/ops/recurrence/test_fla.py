@@ -80,9 +80,9 @@ MEMBERS = [gated_delta_rule, gdn2, generalized_delta_rule]
 
 
 @pytest.mark.parametrize("member", [*MEMBERS, gated_delta_product], ids=lambda member: member.__name__)
-def test_both_forms_equal_naive_form_of_fla(member):
+def test_all_forms_equal_naive_form_of_fla(member):
     expected, (arrays, options) = member()
     run = jax.jit(functools.partial(linear_recurrence, **options), static_argnames="impl")
     read = slice(1, None, 2) if member is gated_delta_product else slice(None)  # after the last step of a token
-    for impl in ("recurrent", "chunked"):
+    for impl in ("recurrent", "chunked", "parallel"):
         np.testing.assert_allclose(run(*arrays, impl=impl)[:, read], expected[:, read], rtol=1e-5, atol=1e-5)
