@@ -1,6 +1,7 @@
 """Shared by all commands: parsing of flags, and errors of the user as one line with exit code 2."""
 
 import contextlib
+import itertools
 import re
 import signal
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from attnlab.config import OPTIONS, find, variants
-from attnlab.nn import own
+from attnlab.config import declared, find, renamed, variants
+from attnlab.nn import custom
+from attnlab.nn.config import KINDS
 from attnlab.support import status
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
@@ -123,12 +125,12 @@ def define_config(values: flags.FlagValues, argv: list[str], saved: ConfigDict |
     config_flags.DEFINE_config_file("config", None, meaning, flag_values=values, sys_argv=argv)
 
 
-def define_mixer(values: flags.FlagValues, argv: list[str]) -> None:
-    """Define `--mixer=FILE`, and let a saved run that names the content of this file run it."""
-    meaning = "Python file with a part of a model that the config.json of a run names: it runs only if named here"
-    flags.DEFINE_multi_string("mixer", [], meaning, flag_values=values)
-    for file in given(argv, "mixer"):
-        own.offer(file)
+def define_import(values: flags.FlagValues, argv: list[str]) -> None:
+    """Define `--import=FILE`, and run the files: their layers are kinds, with options in `--config.model`."""
+    meaning = "Python file that defines layers, score mods or masks: a name in it is a kind for config.model.layers"
+    flags.DEFINE_multi_string("import", [], meaning, flag_values=values)
+    for file in given(argv, "import"):
+        custom.import_file(file)
 
 
 def parse(values: flags.FlagValues, argv: list[str]) -> None:
@@ -163,27 +165,15 @@ def parse(values: flags.FlagValues, argv: list[str]) -> None:
             raise UserError(f"--config.data.name has no effect beside --config.data.{other}: leave one of them out")
 
 
-def _register_own(values: flags.FlagValues) -> None:
-    """Run the files of the user's parts that a command line names, itself or by its experiment."""
-    model = values.config.get("model", {})
-    for field in ("mixer", "pattern"):
-        flag, text = f"config.model.{field}", model.get(field)
-        if isinstance(text, str) and (values["config"].present or (flag in values and values[flag].present)):
-            words = [text] if field == "mixer" else text.split(" ")
-            model[field] = " ".join(own.register(word) if ".py:" in word else word for word in words)
-
-
 def config_of(values: flags.FlagValues) -> tuple[ConfigDict, str]:
     """The config that the flags name, and its short name: 'quickstart', 'sancho-tiny', "" for an existing run."""
     if not values["config"].present:
         if values.config is not None:  # of an existing run
-            _register_own(values)
             return values.config, ""
         raise UserError(_NO_CONFIG)
     file, _, variant = config_flags.get_config_filename(values["config"]).partition(":")
     if not isinstance(values.config, ConfigDict):
         raise UserError(f"{file}: get_config() returned {values.config!r}: return a modified attnlab.config.default()")
-    _register_own(values)
     return values.config, Path(file).stem + (f"-{variant}" if variant else "")
 
 
@@ -235,18 +225,32 @@ def _print_help(values: flags.FlagValues, usage: str) -> None:
     if "config" in values:
         print(f"\nExperiments: {', '.join(variants())}")
         print("\nConfig fields and their defaults; of several values the last counts:")
-        for field, each in OPTIONS.items():
-            names = f" ({', '.join(each.choices)})" if each.choices else ""
-            print(f"  --config.{field}={each.default}")
-            print(textwrap.fill(each.doc + names, 116, initial_indent=" " * 6, subsequent_indent=" " * 6))
+        for group, fields in itertools.groupby(declared().items(), lambda item: _group(item[0])):
+            print(f"\n{group}")
+            for field, each in fields:
+                names = f" ({', '.join(each.choices)})" if each.choices else ""
+                print(f"  --config.{field}={each.default}")
+                print(textwrap.fill(each.doc + names, 116, initial_indent=" " * 6, subsequent_indent=" " * 6))
+
+
+def _group(field: str) -> str:
+    """The heading of a field in --help: what it is of."""
+    group, kind, *_ = [*field.split(".")[:-1], "", ""]
+    if kind not in KINDS:
+        return f"config.{group}".rstrip(".")
+    about = (KINDS[kind].__doc__ or "").partition("\n")[0]
+    is_written = about and not about.startswith(f"{KINDS[kind].__name__}(")  # otherwise `dataclasses` writes one
+    return f"config.model.{kind}: {about}" if is_written else f"config.model.{kind}"
 
 
 def _unknown_field(argv: list[str]) -> str:
     # ml_collections compares with the fields of one group only, and does not say which group it looked at.
-    known = list(OPTIONS)
+    known = list(declared())
     groups = {name.rpartition(".")[0] for name in known}
     for word in argv[1:]:
         field = word.lstrip("-").partition("=")[0].removeprefix("config.")
+        if now := renamed(field):
+            return f"--config.{field} is now --config.{now}"
         if word.lstrip("-").startswith("config.") and field not in known and field not in groups:
             close = nearest(field, known) or nearest(field.rpartition(".")[2], [k for k in known if "." not in k])
             return f"--config.{field}: the config has no such field{close or ': --help lists its fields'}"

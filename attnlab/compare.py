@@ -32,7 +32,7 @@ from attnlab.comparing.parts import Part
 from attnlab.comparing.protocol import FACTORS, Protocol
 from attnlab.comparing.variants import SIZES, Variant, config_of, fields_of_file, matched, parse, size
 from attnlab.data.tasks import named
-from attnlab.nn import GPT, kinds, own
+from attnlab.nn import custom
 from attnlab.support import workers
 from attnlab.support.errors import UserError
 from attnlab.support.files import read_json
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _define(values, argv) -> None:
-    commands.define_mixer(values, argv)
+    commands.define_import(values, argv)
     commands.define_config(values, argv)
     text, whole = flags.DEFINE_string, flags.DEFINE_integer
     flags.DEFINE_multi_string("variant", [], '"NAME: FIELD=VALUE FIELD=VALUE"', flag_values=values)
@@ -79,7 +79,7 @@ def _define(values, argv) -> None:
     flags.DEFINE_list("tasks", [], meaning, flag_values=values)
     whole("jobs", 1, "runs at a time; times are comparable with 1 alone", 1, flag_values=values)
     text("workdir", None, "folder of the comparison; by default runs/CONFIG-comparison", flag_values=values)
-    meaning = "check your mixers, FILE.py:NAME, before any run, by attnlab.testing.check_layer"
+    meaning = "check custom layers before any run, by attnlab.testing.check_layer"
     flags.DEFINE_enum("check", "on", ["on", "off"], meaning, flag_values=values)
     flags.DEFINE_bool("dry_run", False, "list the runs and how long they may take, start none", flag_values=values)
 
@@ -123,18 +123,16 @@ def _main(values, argv: list[str]) -> int:
 
 
 def _check_own(found) -> None:
-    """UserError for the first fault of a mixer of the user's, which no specification tells."""
+    """Raise UserError for the first failed check of a custom layer."""
     checked = set()
     for config in found:
-        for word in set(own.words_of(config.model)) - checked:
-            checked.add(word)
-            config = config.copy_and_resolve_references()
-            config.precision, config.model.dropout, config.model.impl = "float32", 0.0, "auto"
-            kind, model = kinds.named(word), GPT.from_config(config, vocab_size=config.model.vocab_size or 256)
-            faults = check_layer(kind.module(model), model.width)
-            if faults:
-                raise UserError(f"{word}: {faults[0]}: mend it, or leave out the check by --check=off")
-            print(f"{word}: causal, the same in pieces and packed, finite gradients; also padded and stacked")
+        model = config.changed({"precision": "float32", "model.dropout": 0.0}).model
+        for layer in model.used:
+            if custom.is_custom(layer.kind) and layer.kind not in checked:
+                checked.add(layer.kind)
+                if faults := check_layer(layer.make(model), model.width):
+                    raise UserError(f"{layer.kind}: {faults[0]}: fix it, or skip this check with --check=off")
+                print(f"{layer.kind}: causal, the same in pieces and packed, finite gradients; also padded and stacked")
 
 
 def _set_defaults(values, file: str | None) -> None:
@@ -229,7 +227,7 @@ def _measure(final, folder: Path, lock: int) -> dict[str, dict]:
             continue
         files[name] = logs / f"{workdirs[0].name}-{protocols.digest(workdirs)}.json"
         if not files[name].exists():
-            code = (f"--mixer={file}" for file in own.files())
+            code = (f"--import={file}" for file in custom.files())
             words[f"measuring {workdirs[0].name}"] = [measuring.__name__, *code, str(files[name]), *map(str, workdirs)]
     for ended in workers.run(words, 1, logs, lock, lambda name: print(name, flush=True)):
         if ended.error:

@@ -1,24 +1,37 @@
 """The configuration of a run: fields, defaults and their constraints.
 
-An experiment, a file in `configs/`, changes some fields of `default()`; the command line changes others.
+An experiment, a file in `configs/`, changes some fields of `default()`; the command line changes others. `completed`
+checks them, and makes the frozen `RunConfig` that all else reads.
 """
 
 import dataclasses
+import functools
+import itertools
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 from ml_collections import ConfigDict, config_dict
 
 from attnlab.data import tokenizers
 from attnlab.data.tasks import named
-from attnlab.nn import GPT
-from attnlab.nn.fields import check_shape
-from attnlab.nn.kinds import positions_of
+from attnlab.nn.config import KINDS, ModelConfig
 from attnlab.support import shipped
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
-from attnlab.support.options import first_idle, first_problem, option, options
+from attnlab.support.options import (
+    FieldError,
+    Option,
+    check_effects,
+    check_values,
+    from_values,
+    option,
+    option_values,
+    options,
+)
 
 # Fields that may change between two starts: they change how a run computes, not its results. A text may move, as its
 # content (of a mixture, with its weights) is compared by sha256.
@@ -33,14 +46,16 @@ FREE_TO_CHANGE = (
     "model.remat",
     "model.scan",
 )
-
+FORMAT = 1  # of config.json
+_RENAMED = {"mixer": "layers", "pattern": "layers", "attention_bias": "attention.use_bias"}
+_RENAMED |= {"score_scale": "attention.scale", "local_base": "local.rotary.base"}
 
 # Values of other options of a group without which an option has no effect.
 _TRAINED = {"tokenizer": tokenizers.TRAINED}
 _MUON, _ADAM = {"name": ("muon",)}, {"name": ("adamw", "muon", "lion")}
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Data:
     """`config.data`."""
 
@@ -68,10 +83,13 @@ class Data:
     store: str = option("folder of the tokens; attnlab/tokens in the user's cache folder when empty", "")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Model:
-    """`config.model` besides the fields of a `GPT`."""
+    """`config.model` besides the fields of a `ModelConfig`, and besides the options of each kind under its name."""
 
+    layers: str = option(
+        "kinds of one period of layers, as in 'gated_delta*3 attention'; one word for all layers", "attention"
+    )
     vocab_size: int | None = option("tokens of the model; None for the tokenizer's, a larger one pads it", None, low=1)
     scan: bool | None = option(
         "the layers as one loop over stacked parameters, compiled in the time of one; None for True from four layers "
@@ -80,7 +98,7 @@ class Model:
     )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Optimizer:
     """`config.optimizer`."""
 
@@ -124,7 +142,7 @@ class Optimizer:
     )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Mesh:
     """`config.parallel.mesh`."""
 
@@ -134,16 +152,16 @@ class Mesh:
     tensor: int = option("devices that split heads, hidden features and the vocabulary", 1)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class ParallelFields:
     """`config.parallel`."""
 
     strategy: str = option("mesh (jit with named sharding) or pmap", "mesh", choices=("pmap", "mesh"))
     timeout: int = option("seconds without a step after which another process is considered dead", 300, low=1)
-    mesh: Mesh = dataclasses.field(default_factory=Mesh)
+    mesh: Mesh = Mesh()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Eval:
     """`config.eval`."""
 
@@ -153,7 +171,7 @@ class Eval:
     patience: int = option("evaluations without a lower validation loss that end the run; 0 for no limit", 0, low=0)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Sample:
     """`config.sample`."""
 
@@ -161,7 +179,7 @@ class Sample:
     length: int = option("tokens of a sample; 0 for no samples", 400, low=0, high=1_000_000)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """`config.checkpoint`."""
 
@@ -171,7 +189,7 @@ class Checkpoint:
     dir: str = option("folder of the checkpoints; WORKDIR/checkpoints when empty", "")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Log:
     """`config.log`."""
 
@@ -183,9 +201,17 @@ class Log:
     peak_tflops: float = option("peak of one device, for the mfu; 0 measures it at the start", 0.0, low=0, high=1e6)
 
 
-@dataclasses.dataclass
-class RunFields:
-    """The config of a run, but for `model`."""
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """The config of a run, complete and checked.
+
+    Its fields have the names of a command line, but for the model: `model` is a `ModelConfig`, with 1 token where they
+    are the tokenizer's, and `config.model.vocab_size` and `config.model.scan` are fields of the run.
+
+    >>> config = RunConfig.of({"steps": 100, "model.layers": "gated_delta", "model.gated_delta.conv": 2})
+    >>> config.steps, config.model.layers[0].conv, config.changed({"model.width": 64}).model.width
+    (100, 2, 64)
+    """
 
     steps: int = option("optimizer updates", 2000, low=1)
     seed: int = option("seed of initialization, data order and dropout", 0, low=0)
@@ -203,34 +229,199 @@ class RunFields:
         "are used; dropout, remat, scan, impl and context are set here",
         "",
     )
-    data: Data = dataclasses.field(default_factory=Data)
-    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
-    parallel: ParallelFields = dataclasses.field(default_factory=ParallelFields)
-    eval: Eval = dataclasses.field(default_factory=Eval)
-    sample: Sample = dataclasses.field(default_factory=Sample)
-    checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
-    log: Log = dataclasses.field(default_factory=Log)
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    parallel: ParallelFields = ParallelFields()
+    eval: Eval = Eval()
+    sample: Sample = Sample()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    model: ModelConfig = dataclasses.field(default_factory=lambda: ModelConfig(vocab_size=1))
+    vocab_size: int | None = None
+    scan: bool | None = None
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "RunConfig":
+        """The config of values by dotted name; UserError for an unknown name, and for an invalid value."""
+        known = declared()
+        for name in values:
+            if name not in known:
+                raise UserError(unknown(name))
+        if named.parse(values.get("data.name", Data.name)) is None:
+            values = {**values, **_data_name(values)}
+        groups = _nested(values)
+        model = groups.pop("model", {})
+        own = {name: model.pop(name, None) for name in ("vocab_size", "scan")}
+        dtype = jnp.dtype("bfloat16" if values.get("precision") == "bfloat16" else "float32")
+        try:
+            check_values({name: known[name] for name in values}, values)
+            try:
+                model = ModelConfig.of(**model, vocab_size=own["vocab_size"] or 1, dtype=dtype)
+            except FieldError as error:
+                raise error.within("model") from None
+            return from_values(cls, groups | own | {"model": model})
+        except FieldError as error:
+            raise UserError(f"config.{error}") from None
+
+    def __post_init__(self):
+        history, tflops = self.checkpoint.history, self.log.peak_tflops
+        if history > self.steps + 1:
+            expected = f"expected at most config.steps + 1 = {self.steps + 1}, as step 0 counts"
+            raise FieldError("checkpoint.history", history, expected)
+        if 0 < tflops < 1e-6:
+            raise FieldError("log.peak_tflops", tflops, "expected 1e-6 or more, or 0 to measure it")
+        _check_task(self.data, self.model.context)
+        self.profiled()
+
+    def changed(self, values: Mapping[str, Any]) -> "RunConfig":
+        """The config with other values of some fields, by dotted name."""
+        return RunConfig.of(self.fields | values)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All fields and their values by dotted name, without the options of kinds that no layer is of."""
+        own = {name: value for name, value in option_values(self).items() if not name.startswith("model.")}
+        model = model_fields(self.model) | {"vocab_size": self.vocab_size, "scan": self.scan}
+        return own | {f"model.{name}": value for name, value in model.items()}
+
+    def profiled(self) -> tuple[int, int] | None:
+        """The first and the last step that `log.profile` names, or None; FieldError for others than the run has."""
+        if not self.log.profile:
+            return None
+        found = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", self.log.profile)
+        first, last = map(int, found.groups()) if found else (0, 0)
+        if not 1 <= first <= last <= self.steps:
+            expected = f"expected FIRST:LAST, such as 100:110, of the steps 1 to config.steps = {self.steps}"
+            raise FieldError("log.profile", self.log.profile, expected)
+        return first, last
+
+    def over_tokens(self, vocab_size: int) -> ModelConfig:
+        """The model over a tokenizer's tokens, which `vocab_size` may pad; UserError where it is smaller."""
+        if self.vocab_size is None or self.vocab_size == vocab_size:
+            return self.model.replace(vocab_size=vocab_size)
+        if self.vocab_size < vocab_size:
+            raise UserError(
+                f"config.model.vocab_size = {self.vocab_size} is less than the tokenizer's {vocab_size}: leave it out, "
+                "or with config.init_from choose the tokenizer that the model was trained with"
+            )
+        return self.model.replace(vocab_size=vocab_size, padded_vocab_size=self.vocab_size)
+
+    def check_effects(self) -> None:
+        """Raise UserError for a field that is set, although others take its effect."""
+        values = self.fields
+        try:
+            check_effects({name: each for name, each in declared().items() if name in values}, values)
+        except FieldError as error:
+            raise UserError(f"config.{error}") from None
+
+    def difference(self, before: "RunConfig") -> str:
+        """The first field that keeps it from resuming a run of another config, and both values; "" for none."""
+        was, now = before.fields, self.fields
+        for field in dict.fromkeys([*was, *now]):
+            if not field.startswith(FREE_TO_CHANGE) and was.get(field) != now.get(field):
+                return f"config.{field} = {now.get(field)!r}, there it was {was.get(field)!r}"
+        return ""
 
 
-_MODEL = {f"model.{name}": each for name, each in (options(GPT) | options(Model)).items()}
-OPTIONS = options(RunFields) | _MODEL  # by dotted name
+def _data_name(values: Mapping[str, Any]) -> dict[str, str]:
+    """The name of a text that a path or a mixture says."""
+    path, mixture = values.get("data.path"), values.get("data.mixture")
+    if path and mixture:
+        raise UserError("config.data.path and config.data.mixture are both set: name the path in the mixture")
+    return {"data.name": "text" if path else "mixture"} if path or mixture else {}
+
+
+def _check_task(data: Data, context: int) -> None:
+    """Raise an error for an unknown task, one that the context cannot hold, and options of texts beside one."""
+    if (task := named.parse(data.name)) is None:
+        return
+    if context < task.shortest_context:
+        raise FieldError("model.context", context, f"{data.name!r} needs {task.shortest_context} or more")
+    for field, value in vars(data).items():
+        if field not in ("name", "store") and value != getattr(Data, field):
+            raise FieldError(f"data.{field}", value, f"it is of texts, and {data.name!r} has none: leave it out")
+
+
+def model_fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields of `config.model` that describe a model, by dotted name."""
+    runs = [(kind, len(list(words))) for kind, words in itertools.groupby(layer.kind for layer in model.layers)]
+    fields = option_values(model) | {"vocab_size": model.vocab_rows}
+    fields["layers"] = " ".join(kind if count == 1 else f"{kind}*{count}" for kind, count in runs)
+    for layer in model.layers:
+        fields |= {f"{layer.kind}.{name}": value for name, value in option_values(layer).items()}
+    return fields
+
+
+def declared() -> dict[str, Option]:
+    """The options of a config by dotted name, custom kinds of layers included."""
+    kinds = {f"{kind}.{name}": each for kind, config in KINDS.items() for name, each in options(config).items()}
+    return options(RunConfig) | {f"model.{name}": each for name, each in (options(Model) | kinds).items()}
 
 
 def default() -> ConfigDict:
-    """Every field with its default, the values of `configs/quickstart.py`.
+    """Every field with its default, the values of `configs/quickstart.py`, to be changed.
 
     >>> default().model.width
     128
     """
-    config = ConfigDict()
-    for name, each in OPTIONS.items():
-        *groups, field = name.split(".")
-        group = config
-        for part in groups:
-            group = group[part] if part in group else group.__setitem__(part, ConfigDict()) or group[part]
+    values = {}
+    for name, each in declared().items():
         kind = next(type_ for type_ in (*each.types, None) if type_ is not type(None))
-        group[field] = config_dict.placeholder(kind) if each.default is None else each.default
-    return config
+        values[name] = config_dict.placeholder(kind) if each.default is None else each.default
+    return ConfigDict(_nested(values))
+
+
+def editable(config: RunConfig) -> ConfigDict:
+    """A config with the same values, to be changed."""
+    found = default()
+    found.update(ConfigDict(_nested(config.fields)))
+    return found
+
+
+def completed(config: ConfigDict | RunConfig, **changed) -> RunConfig:
+    """The checked config, with absolute paths; `changed` are fields of `config.model`.
+
+    Raises:
+      UserError: an unknown or missing field, values that do not fit together.
+    """
+    if isinstance(config, RunConfig):
+        return config.changed({f"model.{name}": value for name, value in changed.items()}) if changed else config
+    values = _flat(json.loads(config.to_json_best_effort()))
+    kinds = tuple(f"model.{kind}." for kind in KINDS)  # of which some may be newer than the config
+    for field in declared():
+        if field not in values and not field.startswith(kinds):
+            raise UserError(f"config.{field} is missing: start from attnlab.config.default()")
+    for field in ("init_from", "data.store", "checkpoint.dir"):
+        if values[field] and not (field == "checkpoint.dir" and "://" in values[field]):
+            values[field] = str(Path(values[field]).expanduser().absolute())  # found from any working directory
+    return RunConfig.of(values | {f"model.{name}": value for name, value in changed.items()})
+
+
+def to_json(config: RunConfig, **metadata) -> str:
+    """The content of `config.json`: its format, the fields of `config`, metadata."""
+    return json.dumps({"format": FORMAT} | _nested(config.fields) | metadata, indent=2) + "\n"
+
+
+def from_json(saved: Mapping[str, Any]) -> RunConfig:
+    """The config in the content of `config.json`; missing fields have their defaults."""
+    groups = {name.partition(".")[0] for name in declared()}
+    return RunConfig.of(_flat({name: value for name, value in saved.items() if name in groups}))
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted name as groups of groups."""
+    groups = {}
+    for name, value in values.items():
+        *path, field = name.split(".")
+        functools.reduce(lambda group, part: group.setdefault(part, {}), path, groups)[field] = value
+    return groups
+
+
+def _flat(tree, prefix="") -> dict:
+    flat = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def experiments() -> dict[str, Path]:
@@ -260,118 +451,24 @@ def find(experiment: str) -> str:
     raise UserError(f"--config={name}: no such experiment or file{close}: there are {', '.join(variants())}")
 
 
-def completed(config: ConfigDict) -> ConfigDict:
-    """A checked copy of `config`: `data.name` as `data.path` or `data.mixture` say, absolute paths, and in place of
-    `model.positions` "auto" what it stands for."""
-    _check_fields(config)
-    config = from_dict(_plain(config))
-    _check_task(config)
-    if config.data.path and config.data.mixture:
-        raise UserError("config.data.path and config.data.mixture are both set: name the path in the mixture")
-    if config.data.path or config.data.mixture:
-        config.data.name = "text" if config.data.path else "mixture"
-    for group, field in ((config, "init_from"), (config.data, "store"), (config.checkpoint, "dir")):
-        if group[field] and not (field == "dir" and "://" in group[field]):
-            group[field] = str(Path(group[field]).expanduser().absolute())  # found from any working directory
-    check(config)
-    config.model.positions = positions_of(config.model)  # as runs from before "auto" have it
-    return config
+def renamed(field: str) -> str:
+    """The present name of a field of an earlier version; "" for others."""
+    group, _, name = field.partition(".")
+    if group != "model" or field in declared():
+        return ""
+    if name in _RENAMED:
+        return f"model.{_RENAMED[name]}"
+    group, _, option = name.rpartition(".")
+    if group == "recurrence":
+        return f"model.KIND.{option}, the option of a kind of layer, such as model.gated_delta.{option}"
+    is_attention = group in ("", "rotary") and name in options(KINDS["attention"])
+    return f"model.attention.{name}" if is_attention else ""
 
 
-def check_effects(config: ConfigDict) -> None:
-    """Raise UserError for a field that a new run's config sets, although others take its effect."""
-    if problem := first_idle(OPTIONS, fields(config)):
-        raise UserError(f"config.{problem}")
-
-
-def _check_fields(config: ConfigDict) -> None:
-    there = fields(config)
-    for field in there:
-        if field not in OPTIONS:
-            raise UserError(f"config.{field} is not a field{nearest(field, OPTIONS) or '; see attnlab train --help'}")
-    for field in OPTIONS:
-        if field not in there:
-            raise UserError(f"config.{field} is missing: start from attnlab.config.default()")
-
-
-def check(config: ConfigDict) -> None:
-    """Raise UserError for a field that is missing or unknown, and for an invalid value."""
-    _check_fields(config)
-    if problem := first_problem(OPTIONS, fields(config)):
-        raise UserError(f"config.{problem}")
-    if config.checkpoint.history > config.steps + 1:
-        raise UserError(
-            f"config.checkpoint.history = {config.checkpoint.history}: expected at most config.steps + 1 = "
-            f"{config.steps + 1}, as step 0 counts"
-        )
-    if 0 < config.log.peak_tflops < 1e-6:
-        raise UserError(f"config.log.peak_tflops = {config.log.peak_tflops}: expected 1e-6 or more, or 0 to measure it")
-    profiled(config)
-    try:
-        check_shape(config.model, options(GPT))
-    except ValueError as error:
-        raise UserError(f"config.model.{error}") from error
-
-
-def profiled(config: ConfigDict) -> tuple[int, int] | None:
-    """The first and the last step that `config.log.profile` names, or None; UserError for others than the run has."""
-    if not config.log.profile:
-        return None
-    found = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", config.log.profile)
-    first, last = map(int, found.groups()) if found else (0, 0)
-    if not 1 <= first <= last <= config.steps:
-        raise UserError(
-            f"config.log.profile = {config.log.profile!r}: expected FIRST:LAST, such as 100:110, of the steps 1 to "
-            f"config.steps = {config.steps}"
-        )
-    return first, last
-
-
-def _check_task(config: ConfigDict) -> None:
-    """Raise UserError for an unknown task, one that the context cannot hold, and options of texts beside one."""
-    data, context = config.data, config.model.context
-    if (task := named.parse(data.name)) is None:
-        return
-    if context < task.shortest_context:
-        raise UserError(f"config.model.context = {context}: {data.name!r} needs {task.shortest_context} or more")
-    for field, value in data.items():
-        if field not in ("name", "store") and value != OPTIONS[f"data.{field}"].default:
-            raise UserError(f"config.data.{field} = {value!r} is of texts, and {data.name!r} has none: leave it out")
-
-
-def difference(saved: dict, config: ConfigDict) -> str:
-    """The first field that prevents resuming a saved run with `config`, and both values; "" when there is none."""
-    before, now = fields(from_dict(saved)), fields(config)
-    for field in dict.fromkeys([*before, *now]):
-        if not field.startswith(FREE_TO_CHANGE) and before.get(field) != now.get(field):
-            return f"config.{field} = {now.get(field)!r}, there it was {before.get(field)!r}"
-    return ""
-
-
-def to_json(config: ConfigDict, **metadata) -> str:
-    """The content of `config.json`: the fields of `config`, then metadata of the run (its corpus, …)."""
-    return json.dumps(_plain(config) | metadata, indent=2) + "\n"
-
-
-def from_dict(saved: dict) -> ConfigDict:
-    """The config in the content of `config.json`; missing fields have their defaults."""
-    config = default()
-    saved = {name: value for name, value in saved.items() if name in config}
-    config.update(ConfigDict(saved))
-    return config
-
-
-def fields(config: ConfigDict) -> dict:
-    """All fields and their values, by dotted name: 'steps', 'model.width', …"""
-    return _flat(_plain(config))
-
-
-def _plain(config: ConfigDict) -> dict:
-    return json.loads(config.to_json_best_effort())
-
-
-def _flat(tree, prefix="") -> dict:
-    flat = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
+def unknown(field: str) -> str:
+    """Why a name is no field, with its present name, or one that is like it; "" for a field."""
+    if now := renamed(field):
+        return f"config.{field} is now config.{now}"
+    if field in (known := declared()):
+        return ""
+    return f"config.{field} is not a field{nearest(field, known) or '; see attnlab train --help'}"

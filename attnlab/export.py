@@ -16,7 +16,7 @@ from absl import flags
 
 from attnlab import commands
 from attnlab.interop.huggingface import save_hf
-from attnlab.nn import own
+from attnlab.nn import custom
 from attnlab.support.errors import UserError
 from attnlab.training.loading import load
 
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _define(values, argv):
-    commands.define_mixer(values, argv)
+    commands.define_import(values, argv)
     flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
     flags.DEFINE_string("to", None, "new folder for the model", flag_values=values)
     flags.DEFINE_string("step", "latest", "checkpoint: latest, best, or a step", flag_values=values)
@@ -42,7 +42,7 @@ def _main(values) -> int:
         if not values[name].value:
             raise UserError(f"--{name} is missing: name {meaning}")
     run = load(Path(values.workdir), values.step)
-    own.check_offered_used()
+    custom.check_used(values["import"].value, run.model.config.used)
     options = {"model_type": values.model_type, "dtype": values.dtype}
     folder = save_hf(Path(values.to), run.model, run.params, run.tokenizer, **options)
     size = sum(file.stat().st_size for file in folder.iterdir())

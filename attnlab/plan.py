@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _define(values, argv):
-    commands.define_mixer(values, argv)
+    commands.define_import(values, argv)
     commands.define_config(values, argv)
     flags.DEFINE_string("topology", None, f"the devices: {topologies.NAMES}", flag_values=values)
     flags.DEFINE_string("json", None, "also write the plan to this new file", flag_values=values)

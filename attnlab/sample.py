@@ -39,7 +39,7 @@ from attnlab.generation.prompt_files import Records, read_prompts
 from attnlab.generation.scoring import score
 from attnlab.generation.stop_strings import StopStrings, before_stop
 from attnlab.generation.texts import Drawn, complete, prompt_ids, recorded
-from attnlab.nn import own
+from attnlab.nn import custom
 from attnlab.support import files
 from attnlab.support.errors import UserError
 from attnlab.support.progress import shown
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _define(values, argv):
-    commands.define_mixer(values, argv)
+    commands.define_import(values, argv)
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     integer = functools.partial(flags.DEFINE_integer, flag_values=values)
     number = functools.partial(flags.DEFINE_float, flag_values=values)
@@ -107,10 +107,10 @@ def _main(values, own_process: bool) -> int:
     if own_process:
         compilation.keep_programs()
     run = load(Path(values.workdir), values.step)
-    own.check_offered_used()
+    custom.check_used(values["import"].value, run.model.config.used)
     if run.tokenizer is None:
         raise UserError(f"{values.workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
-    if own_process and own.files() and (fault := compilation.miscompilation()):
+    if own_process and custom.files() and (fault := compilation.miscompilation()):
         print(fault, file=sys.stderr)
     if scored is not None:
         return _score(run, scored)
@@ -201,7 +201,7 @@ def _read(path: str) -> str:
 
 def _score(run: Run, text: str) -> int:
     """Print how well the model predicts a text."""
-    (found,) = score(run, [text], batch_size=max(8, 8192 // run.model.context))
+    (found,) = score(run, [text], batch_size=max(8, 8192 // run.model.config.context))
     if not found.tokens:
         raise UserError("--score: the text is a single token, and the first is not scored: give a longer one")
     print(

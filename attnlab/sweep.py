@@ -6,7 +6,8 @@ Fields in one --grid vary together: two runs, not four, of
 
     --grid "config.model.width=64,128 config.optimizer.learning_rate=1e-3,5e-4"
 
-A value with a comma is put in double quotes. None is a value where a field may be None: config.model.window=None,16.
+A value with a comma is put in double quotes. None is a value where a field may be None, as in
+config.model.attention.window=None,16.
 
 Each run is a process with a workdir of its own in --workdir, named by its values. The same command goes on where it was
 stopped or killed, and keeps the runs that are finished; with more values it trains the new ones. A run that fails does
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _define(values, argv) -> None:
-    commands.define_mixer(values, argv)
+    commands.define_import(values, argv)
     commands.define_config(values, argv)
     flags.DEFINE_multi_string("grid", [], _GRID, flag_values=values)
     flags.DEFINE_integer("jobs", 1, "runs at a time, which share cores and accelerators", 1, flag_values=values)

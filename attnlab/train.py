@@ -32,7 +32,9 @@ from ml_collections import ConfigDict
 
 from attnlab import commands, compilation
 from attnlab import config as configs
-from attnlab.nn import own
+from attnlab.config import RunConfig
+from attnlab.nn import custom
+from attnlab.nn.layer import Layer
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.support import status
@@ -55,12 +57,12 @@ def main(argv: list[str] | None = None, **hooks) -> int:
 
 
 def train(
-    config: ConfigDict,
+    config: ConfigDict | RunConfig,
     workdir: str | Path,
     *,
     eval_only: bool = False,
     own_process: bool = False,
-    mixer: str | type[nn.Module] | None = None,
+    layers: type[Layer] | None = None,
     mask: Mask | None = None,
     score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None,
     model: nn.Module | None = None,
@@ -79,8 +81,7 @@ def train(
       eval_only: evaluate the newest checkpoint on the validation text, and write nothing.
       own_process: a signal before the first step, and a second one, end the process; otherwise they raise
         KeyboardInterrupt.
-      mixer: a layer of the user's in place of `config.model.mixer`: "FILE.py:NAME", which is run, or a class, see
-        `attnlab.nn.register`.
+      layers: a class of layers in place of `config.model.layers`, see `attnlab.nn.register`.
       mask, score_mod: for all layers of the config's GPT. Pass equal ones when resuming.
       model: a linen module in place of the GPT of `config.model`, of which only `context` is then used. Its only
         collection is `params`. It is called with int32 tokens `[B, T]`, in training with `deterministic=False` and
@@ -118,9 +119,8 @@ def train(
     >>> len(losses)
     2
     """
-    passed = Passed(mixer, mask, score_mod, model, optimizer)
+    passed = Passed(layers, mask, score_mod, model, optimizer)
     plan = runs.resolve(config, workdir, eval_only=eval_only, passed=passed)
-    own.check_offered_used()
     if plan.origin == "finished":
         if jax.process_index() == 0:
             _print_finished(plan)
@@ -131,7 +131,7 @@ def train(
                 if eval_only:
                     _print_evaluation(run)
                     return 0
-                has_parts = own.files() or any(part is not None for part in passed)
+                has_parts = custom.files() or any(part is not None for part in passed)
                 if has_parts and (fault := compilation.miscompilation()):
                     run.reporter.print(fault)
                 return trainers.Trainer(run, preemption, on_step, on_phase).run()
@@ -141,7 +141,7 @@ def train(
             raise
 
 
-def is_finished(config: ConfigDict, workdir: str | Path) -> bool:
+def is_finished(config: ConfigDict | RunConfig, workdir: str | Path) -> bool:
     """Whether the run of a config is in a workdir and finished; nothing is loaded or written."""
     return runs.resolve(config, workdir).origin == "finished"
 
@@ -168,10 +168,10 @@ def _print_evaluation(run: runs.Run) -> None:
 
 
 def _define(values, argv):
-    commands.define_mixer(values, argv)
+    commands.define_import(values, argv)
     workdir = Path((commands.given(argv, "workdir") or [runs.NOWHERE])[-1])
     needs = not commands.given(argv, "config") and (workdir / "config.json").exists()
-    commands.define_config(values, argv, configs.from_dict(read_config(workdir)) if needs else None)
+    commands.define_config(values, argv, configs.editable(configs.from_json(read_config(workdir))) if needs else None)
     flags.DEFINE_string("workdir", None, "folder of the run; by default runs/NAME-OF-CONFIG", flag_values=values)
     flags.DEFINE_bool("eval_only", False, "evaluate the newest checkpoint and write nothing", flag_values=values)
 
@@ -181,11 +181,12 @@ def _main(values, own_process: bool, **hooks) -> int:
     if own_process:
         compilation.keep_programs()
         compilation.release_memory()
-    timeout = configs.completed(config).parallel.timeout
+    completed = configs.completed(config)
+    custom.check_used(values["import"].value, completed.model.used)
     status.show("starting the devices")
-    processes.connect(timeout)  # a plan needs all processes
+    processes.connect(completed.parallel.timeout)  # a plan needs all processes
     workdir = values.workdir or Path("runs") / name
-    return train(config, workdir, eval_only=values.eval_only, own_process=own_process, **hooks)
+    return train(completed, workdir, eval_only=values.eval_only, own_process=own_process, **hooks)
 
 
 if __name__ == "__main__":

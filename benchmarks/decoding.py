@@ -75,10 +75,10 @@ def _compare(size: str, rounds: int) -> dict[str, float]:
 def batches(size: str) -> tuple[dict[str, Callable], int]:
     """Functions that continue one prompt, and eight of different lengths; and the tokens of each text."""
     fields, tokens, longest = SIZES[size]
-    model = GPT(**fields)
+    model = GPT.of(**fields)
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     rng = np.random.default_rng(0)
-    eight = [rng.integers(0, model.vocab_size, longest * part // 8) for part in range(1, 9)]
+    eight = [rng.integers(0, model.config.vocab_size, longest * part // 8) for part in range(1, 9)]
 
     def contender(prompts):
         return lambda: np.stack(list(generate(model, params, prompts, tokens, temperature=0.8)))

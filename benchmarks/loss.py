@@ -19,6 +19,7 @@ than nanoGPT's, ratio_CONTENDER, the seconds of nanoGPT in float32 over the reci
 the seconds of nanoGPT under autocast over the recipe's.
 """
 
+import json
 import runpy
 import tempfile
 from pathlib import Path
@@ -26,9 +27,9 @@ from typing import NamedTuple
 
 import numpy as np
 from absl import flags
-from ml_collections import ConfigDict
 
 from attnlab import config as configs
+from attnlab.config import RunConfig
 from attnlab.data import corpora, tokenizers
 from attnlab.support.errors import UserError
 
@@ -85,7 +86,7 @@ def main(values) -> int:
     return 0
 
 
-def load_recipe(name: str) -> ConfigDict:
+def load_recipe(name: str) -> RunConfig:
     """The config of an experiment, given by name or file, with its variant.
 
     Raises:
@@ -100,8 +101,7 @@ def load_recipe(name: str) -> ConfigDict:
         config = get_config(variant) if variant else get_config()
     except Exception as error:
         raise UserError(f"--recipes={name} cannot be loaded: {type(error).__name__}: {error}") from error
-    configs.check(configs.completed(config))
-    return config
+    return configs.completed(config)
 
 
 def _peer(steps: int, bfloat16: bool) -> Runner:
@@ -111,10 +111,11 @@ def _peer(steps: int, bfloat16: bool) -> Runner:
     return Runner(options, steps, size["batch_size"] * size["context"])
 
 
-def _ours(name: str, config: ConfigDict) -> Runner:
+def _ours(name: str, config: RunConfig) -> Runner:
     if config.data.packing != "stream" or config.parallel.strategy != "mesh":
         raise UserError(f"--recipes={name}: the race is with config.data.packing='stream' on one machine's mesh alone")
-    return Runner({"peer": False, "recipe": config.to_dict()}, config.steps, config.batch_size * config.model.context)
+    recipe = json.loads(configs.to_json(config))
+    return Runner({"peer": False, "recipe": recipe}, config.steps, config.batch_size * config.model.context)
 
 
 def race(runners: dict[str, Runner], text: corpora.Strings, rounds: int, peer: tuple[str | None, str | None]) -> dict:

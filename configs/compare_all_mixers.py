@@ -10,9 +10,9 @@ beside; loss in nats a character, mean ± 95 % interval: gru 1.791 ± 0.006, mam
 """
 
 from attnlab.config import default
-from attnlab.nn.kinds import MIXERS
+from attnlab.nn.config import KINDS
 
-VARIANTS = {name: {"model.mixer": name} for name in MIXERS}
+VARIANTS = {kind: {"model.layers": kind} for kind in KINDS if kind != "local"}
 COMPARE = {"learning_rates": "5e-3", "seeds": "3"}
 
 

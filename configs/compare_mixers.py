@@ -13,11 +13,11 @@ in nats a character, mean of five seeds ± 95 % interval, and to 4 × the traini
 from attnlab.config import default
 
 VARIANTS = {
-    "attention": {"model.mixer": "attention"},
-    "forget": {"model.mixer": "forget"},
-    "mamba2": {"model.mixer": "mamba2"},
-    "gated_delta": {"model.mixer": "gated_delta"},
-    "hybrid": {"model.pattern": "gated_delta gated_delta gated_delta attention"},
+    "attention": {"model.layers": "attention"},
+    "forget": {"model.layers": "forget"},
+    "mamba2": {"model.layers": "mamba2"},
+    "gated_delta": {"model.layers": "gated_delta"},
+    "hybrid": {"model.layers": "gated_delta*3 attention"},
 }
 
 

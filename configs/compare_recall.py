@@ -1,7 +1,8 @@
 """Recall and loss of softmax attention, of Gated DeltaNet with small and large states, and of a hybrid of both.
 
     attnlab compare --config=compare_recall
-    attnlab train --config=compare_recall --config.data.name="task:recall pairs=16 fewest=4 symbols=127"
+    attnlab train --config=compare_recall --config.model.conv.kernel_size=2 \\
+        --config.data.name="task:recall pairs=16 fewest=4 symbols=127"
 
 The name of a variant ends with the features of a key. The hybrid is three layers of Gated DeltaNet for one of attention
 (Wang et al. 2025, arXiv 2507.06457); the layers of two blocks have a convolution before them, as each layer of Gated
@@ -14,16 +15,17 @@ attention 64 1.000 ± 0.000, gated_delta 16 0.764 ± 0.277, gated_delta 64 0.996
 
 from attnlab.config import default
 
-GATED, LARGE = "conv gated_delta", {"model.recurrence.key_dim": 64, "model.recurrence.value_dim": 64}
-SMALL = {"model.recurrence.key_dim": 16, "model.recurrence.value_dim": 16}
-SMALLER = {"model.num_layers": 4, "model.recurrence.key_dim": 8, "model.recurrence.value_dim": 8}
+ATTENTION = {"model.layers": "conv attention", "model.conv.kernel_size": 2}
+GATED = {"model.layers": "conv gated_delta", "model.conv.kernel_size": 2, "model.gated_delta.conv": 2}
+SMALLER = {"model.num_layers": 4, "model.gated_delta.conv": 2}
+SMALLER |= {"model.gated_delta.key_dim": 8, "model.gated_delta.value_dim": 8}
 VARIANTS = {
-    "attention 32": {"model.pattern": "conv attention", "model.head_dim": 32},
-    "attention 64": {"model.pattern": "conv attention", "model.head_dim": 64},
-    "gated_delta 16": {"model.pattern": GATED, **SMALL},
-    "gated_delta 64": {"model.pattern": GATED, **LARGE},
-    "four gated_delta 8": {"model.pattern": "gated_delta", **SMALLER},
-    "hybrid 8": {"model.pattern": "gated_delta gated_delta gated_delta attention", **SMALLER},
+    "attention 32": {**ATTENTION, "model.attention.head_dim": 32},
+    "attention 64": {**ATTENTION, "model.attention.head_dim": 64},
+    "gated_delta 16": {**GATED, "model.gated_delta.key_dim": 16, "model.gated_delta.value_dim": 16},
+    "gated_delta 64": {**GATED, "model.gated_delta.key_dim": 64, "model.gated_delta.value_dim": 64},
+    "four gated_delta 8": {"model.layers": "gated_delta", **SMALLER},
+    "hybrid 8": {"model.layers": "gated_delta*3 attention", **SMALLER},
 }
 COMPARE = {"learning_rates": "3e-3,1e-2", "seeds": "3", "tasks": "text,task:recall pairs=16 fewest=4 symbols=127"}
 
@@ -33,7 +35,7 @@ def get_config():
     config = default()
     config.model.num_layers, config.model.width, config.model.num_heads, config.model.context = 2, 64, 1, 48
     config.model.mlp_ratio, config.model.positions, config.model.embedding_scale = 0, "none", 10.0
-    config.model.pattern, config.model.recurrence.conv = "conv attention", 2
+    config.model.layers = "conv attention"
     config.steps, config.batch_size, config.precision = 500, 64, "float32"
     config.optimizer.name, config.optimizer.learning_rate, config.optimizer.weight_decay = "muon", 1e-2, 0.0
     config.eval.every = config.checkpoint.every = 250

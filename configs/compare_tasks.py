@@ -10,11 +10,11 @@ Two layers, fresh sequences at every step.
 from attnlab.config import default
 
 VARIANTS = {
-    "attention": {"model.mixer": "attention"},
-    "linear": {"model.mixer": "linear"},
-    "delta": {"model.mixer": "delta"},
-    "delta to 2": {"model.mixer": "delta", "model.recurrence.negative_eigenvalues": True},
-    "gated_delta": {"model.mixer": "gated_delta"},
+    "attention": {"model.layers": "attention"},
+    "linear": {"model.layers": "linear"},
+    "delta": {"model.layers": "delta"},
+    "delta to 2": {"model.layers": "delta", "model.delta.negative_eigenvalues": True},
+    "gated_delta": {"model.layers": "gated_delta"},
 }
 COMPARE = {"learning_rates": "1e-3,3e-3", "seeds": "3", "tasks": "recall,parity"}
 

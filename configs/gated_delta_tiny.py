@@ -13,5 +13,5 @@ from attnlab.config import default
 def get_config():
     """Yang et al. 2025 (arXiv 2412.06464), at 0.9 million parameters."""
     config = default()
-    config.model.mixer = "gated_delta"
+    config.model.layers = "gated_delta"
     return config

@@ -21,7 +21,8 @@ def get_config():
     config.batch_size = 480
     config.precision = "bfloat16"
     config.model.update(num_layers=12, num_heads=12, width=768, context=1024, vocab_size=50304)
-    config.model.update(positions="learned", qk_norm=False, use_bias=False)
+    config.model.update(positions="learned", use_bias=False)
+    config.model.attention.qk_norm = False
     config.optimizer.update(learning_rate=6e-4, final_fraction=0.1, warmup_steps=2000, b2=0.95, accumulation=5)
     config.eval.update(every=1000, windows=512)
     config.checkpoint.every = 1000

@@ -13,5 +13,5 @@ from attnlab.config import default
 def get_config():
     """The ratio of Qwen3-Next and Kimi Linear, at 0.9 million parameters."""
     config = default()
-    config.model.pattern = "gated_delta gated_delta gated_delta attention"
+    config.model.layers = "gated_delta*3 attention"
     return config

@@ -18,7 +18,7 @@ def get_config():
     model.mlp = "gated"
     model.activation = "silu"  # SwiGLU
     model.mlp_ratio = 3.0  # three matrices for the plain layer's two, and the weights that grouped heads save
-    model.kv_heads = 2
-    model.qk_norm = False
+    model.attention.kv_heads = 2
+    model.attention.qk_norm = False
     model.norm_epsilon = 1e-5
     return config

@@ -13,12 +13,12 @@ mean of three seeds ± 95 % interval: attention 0.899 ± 0.005, delta 0.019 ± 0
 from attnlab.config import default
 
 TASK = "task:recall pairs=4 symbols=511 queries=spread filler=noise"
-DELTA = {"model.recurrence.negative_eigenvalues": True, "model.recurrence.gate": False}
+GATED = {"model.gated_delta.negative_eigenvalues": True, "model.gated_delta.gate": False}
 VARIANTS = {
-    "attention": {"model.mixer": "attention"},
-    "delta": {"model.mixer": "delta", **DELTA},
-    "gated_delta": {"model.mixer": "gated_delta", **DELTA},
-    "linear": {"model.pattern": "conv linear", "model.num_layers": 4},
+    "attention": {"model.layers": "attention", "model.attention.qk_norm": False},
+    "delta": {"model.layers": "delta", "model.delta.negative_eigenvalues": True},
+    "gated_delta": {"model.layers": "gated_delta", **GATED},
+    "linear": {"model.layers": "conv linear", "model.num_layers": 4},
 }
 PUBLISHED = {
     TASK: {
@@ -40,13 +40,7 @@ def get_config():
     """The published model: two layers of width 64, four heads, RMS norms, SwiGLU, an output layer of its own."""
     config = default()
     config.model.num_layers, config.model.width, config.model.num_heads, config.model.context = 2, 64, 4, 64
-    config.model.norm, config.model.mlp, config.model.qk_norm, config.model.tie_embeddings = (
-        "rms",
-        "gated",
-        False,
-        False,
-    )
-    config.model.activation = "silu"
+    config.model.update(norm="rms", mlp="gated", activation="silu", tie_embeddings=False)
     config.steps, config.batch_size, config.precision = 1000, 64, "float32"
     config.optimizer.learning_rate, config.optimizer.schedule, config.optimizer.warmup_steps = 1e-3, "constant", 0
     config.optimizer.decay_fraction, config.optimizer.weight_decay = 0.0, 0.0

@@ -12,9 +12,9 @@ differences are reproduced.
 from attnlab.config import default
 
 VARIANTS = {
-    "attention": {"model.mixer": "attention"},
-    "delta": {"model.mixer": "delta"},
-    "delta to 2": {"model.mixer": "delta", "model.recurrence.negative_eigenvalues": True},
+    "attention": {"model.layers": "attention"},
+    "delta": {"model.layers": "delta"},
+    "delta to 2": {"model.layers": "delta", "model.delta.negative_eigenvalues": True},
 }
 PUBLISHED = {
     "parity": {

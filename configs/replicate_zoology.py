@@ -14,8 +14,8 @@ from attnlab.config import default
 
 TASK = "task:recall pairs=4 symbols=511 queries=spread"
 VARIANTS = {
-    "attention": {"model.positions": "learned", "model.num_heads": 1, "model.qk_norm": False},
-    "gated_conv": {"model.mixer": "gated_conv", "model.num_layers": 4, "model.recurrence.conv": 64},
+    "attention": {"model.positions": "learned", "model.num_heads": 1, "model.attention.qk_norm": False},
+    "gated_conv": {"model.layers": "gated_conv", "model.num_layers": 4, "model.gated_conv.kernel_size": 64},
 }
 PUBLISHED = {
     TASK: {

@@ -196,12 +196,11 @@ def compare(folder: Path) -> None:
 def mixers(_: Path) -> None:
     """Draws the bytes that decoding keeps against the length, of the quickstart's model with each mixer."""
     lengths = 2 ** np.arange(4, 17)
-    hybrid = "gated_delta gated_delta gated_delta attention"
-    models = {name: {"mixer": name} for name in ("attention", "mamba2", "retention", "gated_delta", "gla", "gru")}
-    models["3 gated_delta : 1 attention"] = {"pattern": hybrid}
+    models = {name: name for name in ("attention", "mamba2", "retention", "gated_delta", "gla", "gru")}
+    models["3 gated_delta : 1 attention"] = "gated_delta*3 attention"
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for (name, fields), color in zip(models.items(), plots.COLORS):
-        model = GPT(96, 4, 4, 128, 64, positions="none", **fields)
+    for (name, layers), color in zip(models.items(), plots.COLORS):
+        model = GPT.of(layers, vocab_size=96, positions="none")
         sizes = []
         for length in lengths:
             caches = jax.eval_shape(functools.partial(model.init_caches, 1, int(length)))

@@ -20,7 +20,8 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import lessons  # noqa: E402  (beside this file)
 
-from attnlab.config import OPTIONS  # noqa: E402
+from attnlab.config import declared  # noqa: E402
+from attnlab.nn.config import KINDS  # noqa: E402
 from attnlab.study import registry  # noqa: E402
 from attnlab.study.running import Result  # noqa: E402
 
@@ -122,12 +123,18 @@ def _result(name: str) -> Result:
 
 def _options() -> str:
     """The table of all config fields."""
-    rows = ["| field | default | meaning |", "|---|---|---|"]
-    for name, each in OPTIONS.items():
+    fields, kinds = [], {}
+    for name, each in declared().items():
         default = "" if each.default == "" else f"`{each.default}`"
         choices = f" ({', '.join(f'`{choice}`' for choice in each.choices)})" if each.choices else ""
-        rows.append(f"| `{name}` | {default} | {_cell(each.doc)}{choices} |")
-    return "\n".join(rows)
+        meaning = f"{default} | {_cell(each.doc)}{choices} |"
+        kind, _, option = name.removeprefix("model.").partition(".")
+        if kind in KINDS:  # which share most options
+            kinds.setdefault((option, meaning), []).append(kind)
+        else:
+            fields.append(f"| `{name}` | {meaning}")
+    fields += [f"| `model.KIND.{option}` of {', '.join(of)} | {meaning}" for (option, meaning), of in kinds.items()]
+    return "\n".join(["| field | default | meaning |", "|---|---|---|", *fields])
 
 
 def _studies(names) -> str:

@@ -41,7 +41,7 @@ CONFIGS = {
         "--config.data.tokenizer=byte",
         "--vocab_size=50257",
         *(f"--config.model.{size}" for size in ("num_layers=12", "num_heads=12", "width=768")),
-        *(f"--config.model.{option}" for option in ("positions=learned", "qk_norm=False", "use_bias=True")),
+        *(f"--config.model.{option}" for option in ("positions=learned", "attention.qk_norm=False", "use_bias=True")),
     ),
 }
 REMAT = ("none", "dots", "attention", "block")

@@ -3,18 +3,17 @@
 import numpy as np
 import optax
 
-from attnlab.config import default
+from attnlab.config import RunConfig
 from attnlab.nn import GPT
 from attnlab.study import fitting
 
-CONFIG = default()
-CONFIG.precision = "float32"  # on every machine
+CONFIG = RunConfig.of({"precision": "float32"})  # on every machine
 LAYERS, HEADS, CONTEXT = CONFIG.model.num_layers, CONFIG.model.num_heads, CONFIG.model.context
 
 
 def gpt(vocab_size: int) -> GPT:
     """Create the model for a vocabulary."""
-    return GPT.from_config(CONFIG, vocab_size)
+    return GPT(CONFIG.over_tokens(vocab_size))
 
 
 def adamw(steps: int) -> optax.GradientTransformation:

@@ -26,7 +26,7 @@ from attnlab import plots
 from attnlab.data.tasks import TEST
 from attnlab.data.tasks.task_draws import Number, check_least, compiled, key_of
 from attnlab.nn import GPT
-from attnlab.nn.fields import POSITIONS
+from attnlab.nn.config import POSITIONS
 from attnlab.study.fitting import adamw, fit_seeds
 from attnlab.study.report import Interval, Options, Verdict, table
 from attnlab.types import Array
@@ -46,7 +46,7 @@ class Copies(NamedTuple):
     tokens: Int[Array, "B T"]
     # int32 [B, 2·S + 2]: from the 2 on the next symbol of the copy, then 0 for the end; −1 elsewhere
     targets: Int[Array, "B T"]
-    lengths: Int[Array, "B"]  # int32 [B], n
+    lengths: Int[Array, " B"]  # int32 [B], n
 
 
 @compiled
@@ -105,7 +105,9 @@ FULL = Size(KINDS, POSITIONS, seeds=6, steps=1000, longest=6, vocab_size=16, bat
 def gpt(positions: str, size: Size) -> GPT:
     """The model, for sources of up to twice the longest trained length."""
     context = 4 * size.longest + 2
-    return GPT(size.vocab_size, LAYERS, HEADS, WIDTH, context, positions=positions, mlp_ratio=1)
+    sizes = {"vocab_size": size.vocab_size, "num_layers": LAYERS, "num_heads": HEADS, "width": WIDTH}
+    options = {"positions": positions, "mlp_ratio": 1.0, "use_bias": True, "attention": {"qk_norm": False}}
+    return GPT.of(**sizes, context=context, **options)
 
 
 def measure(options: Options) -> list[dict]:

@@ -35,7 +35,8 @@ def measure(options: Options) -> list[dict]:
     advance = options.progress(seeds * len(shapes) * len(heads) * steps)
     rows = []
     for (width, layers), num_heads in itertools.product(shapes.items(), heads):
-        model = GPT(text.tokenizer.vocab_size, layers, num_heads, width, CONTEXT, use_bias=False, positions="rotary")
+        sizes = {"num_layers": layers, "num_heads": num_heads, "width": width, "context": CONTEXT}
+        model = GPT.of(vocab_size=text.tokenizer.vocab_size, **sizes, attention={"qk_norm": False})
         for seed, params in enumerate(_train(model, text, seeds, steps, advance)):
             validation = score(model, params["params"], text.held_out(CONTEXT, 32, 512))
             parameters = sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -59,7 +59,8 @@ FULL = Size(seeds=6, steps=1000, looks=40, batch_size=32, examples=128)
 def gpt(depth: str) -> GPT:
     """The model of a depth, attention alone."""
     layers = 2 if depth == TWO else 1
-    return GPT(VOCABULARY, layers, HEADS, WIDTHS[depth], LENGTH, positions="rotary", mlp_ratio=0)
+    sizes = {"num_layers": layers, "num_heads": HEADS, "width": WIDTHS[depth], "context": LENGTH, "mlp_ratio": 0.0}
+    return GPT.of(vocab_size=VOCABULARY, **sizes, use_bias=True, attention={"qk_norm": False})
 
 
 class Text(NamedTuple):
@@ -158,7 +159,7 @@ def _ablations(model, params, untrained, text):
     scored = see.scores(pattern(params), tokens, ("induction",), untrained=pattern(untrained))
     # Above the untrained model are also heads by a hundredth: those count whose targets get most of the weight.
     found = [at for at in scored.heads("induction") if scored.values["induction"][at] > 0.5]
-    heads = list(itertools.product(range(model.num_layers), range(model.num_heads)))
+    heads = list(itertools.product(range(model.config.num_layers), range(model.config.num_heads)))
     others = list(itertools.combinations([at for at in heads if at not in found], len(found)))
 
     z = jax.jit(lambda params: see.capture(model, params, tokens, want=("z",)).stack("z"))(params)
@@ -168,13 +169,13 @@ def _ablations(model, params, untrained, text):
     def without(removed):
         edits = {
             f"block_{layer}/attention/z": see.Put(z[layer].mean((0, 1)), where=removed[layer, :, None])
-            for layer in range(model.num_layers)
+            for layer in range(model.config.num_layers)
         }
         out = see.edited(model, params, tokens, edits=edits).out
         return _predictions(out, text.tokens[:, 1:], text.repeated)
 
     def mask(choice):
-        return np.array([at in choice for at in heads]).reshape(model.num_layers, model.num_heads)
+        return np.array([at in choice for at in heads]).reshape(model.config.num_layers, model.config.num_heads)
 
     measured = without(np.stack([mask(choice) for choice in (found, *others)]))
     rows = []

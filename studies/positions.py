@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from attnlab import plots
 from attnlab.masks import Causal
 from attnlab.nn import Block, LearnedPositions, Mlp, MultiHeadAttention, sinusoidal
-from attnlab.nn.fields import POSITIONS
+from attnlab.nn.config import POSITIONS
 from attnlab.ops.score_mods import alibi_slopes
 from attnlab.score_mods import ALiBi
 from attnlab.study import fitting

@@ -83,7 +83,7 @@ def train(model, source: fitting.StudyText, keep: np.ndarray, size: Size, advanc
     fitted = fitting.fit_seeds(
         lambda params, tokens: loss(model, params, tokens, jnp.asarray(keep), nothing(model)),
         fitting.next_token(model)["init"],
-        source.windows(model.context, quickstart.CONFIG.batch_size),
+        source.windows(model.config.context, quickstart.CONFIG.batch_size),
         quickstart.adamw(size.steps),
         seeds=range(size.seeds),
         looks=[size.steps],
@@ -104,7 +104,7 @@ def loss(model, params, tokens, keep, replacements):
 
 def nothing(model):
     """Zeros in place of the heads' outputs, `[L, H, D]`."""
-    return jnp.zeros((LAYERS, HEADS, model.width // HEADS))
+    return jnp.zeros((LAYERS, HEADS, model.config.width // HEADS))
 
 
 @functools.partial(jax.jit, static_argnums=0)

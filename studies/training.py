@@ -31,7 +31,8 @@ def measure(options: Options) -> list[dict]:
     advance = options.progress(seeds * steps)
     rows = []
     for seed in range(seeds):
-        model = GPT(text.tokenizer.vocab_size, LAYERS, 4, 64, CONTEXT, use_bias=False, positions="rotary")
+        sizes = {"num_layers": LAYERS, "num_heads": 4, "width": 64, "context": CONTEXT}
+        model = GPT.of(vocab_size=text.tokenizer.vocab_size, **sizes, attention={"qk_norm": False})
         first = {}
         looks = set(np.unique(np.logspace(0, np.log10(steps), 40).round().astype(int) - 1))
 

@@ -116,8 +116,9 @@ def sharing():
 
     def experiment(config, vocab_size, *, parallel=None, extensions=(), **own):
         made = Experiment(config, vocab_size, parallel=parallel, extensions=extensions, **own)
-        fields = {name: value for name, value in made.config.to_dict().items() if name not in NOT_COMPILED}
-        fields["optimizer"] |= dict.fromkeys(optimizers.Peaks._fields)  # arguments of the program, as the seed
+        arguments = {f"optimizer.{name}" for name in optimizers.Peaks._fields}  # of the program, as the seed
+        fields = made.config.fields.items()
+        fields = {n: x for n, x in fields if n.partition(".")[0] not in NOT_COMPILED and n not in arguments}
         key = (json.dumps(fields), vocab_size, str(extensions), *(x for x in own.values() if x is not None))
         like = _FIRST.setdefault(key, made)
         vars(made).update({"_init": like._init, "_compiled_step": like._compiled_step, "eval_step": like.eval_step})

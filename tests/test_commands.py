@@ -51,11 +51,11 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--config.model.widht=64"], r"--config.model.widht: .*did you mean model.width\?"),
         (["--config=sancho:tny"], r"sancho:tny is unknown \(did you mean tiny\?\)"),
         (["--config=quickstart:tny"], r"--config=quickstart.py:tny: the experiment has no variants"),
-        ([QUICKSTART, "--config.model.sinks=yes"], r"sinks=yes: expected true or false; see --help$"),
+        ([QUICKSTART, "--config.model.attention.sinks=yes"], r"sinks=yes: expected true or false; see --help$"),
         ([QUICKSTART, "--config.data.path="], r"--config.data.path= is empty"),
         ([QUICKSTART, "--config.data.name=quijote", "--config.data.path=x"], r"data.name has no effect beside"),
         ([QUICKSTART, "--config.data.feature=x"], r"data.feature = 'x', but python_docs has no features"),
-        ([QUICKSTART, "--config.data.tokenizer=byte", "--config.data.vocab_size=300"], r"300 has no effect with token"),
+        ([QUICKSTART, "--config.data.tokenizer=byte", "--config.data.vocab_size=300"], r"300: it has no effect with"),
         ([QUICKSTART, "--config.optimizer.b2=0.9", "--config.optimizer.b2_halflife=9"], r"b2_halflife = 0$"),
         ([QUICKSTART, "--config.optimizer.muon_momentum=0.9"], r"leave it at 0.95, or choose name = muon"),
         ([QUICKSTART, "--config.optimizer.ema=1"], r"ema = 1.0: expected a number from 0 to 0.9999999$"),
@@ -65,19 +65,22 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--wrokdir=x"], r"'wrokdir'.* workdir"),
         ([QUICKSTART, "extra"], r"'extra' is not expected here"),
         ([QUICKSTART, "--config.steps=0"], r"config.steps = 0"),
-        ([QUICKSTART, "--config.model.window=1099511627776"], r"model.window = .* below 2\^31"),
+        ([QUICKSTART, "--config.model.attention.window=1099511627776"], r"attention.window = .* below 2\^31"),
+        ([QUICKSTART, "--config.model.window=8"], r"--config.model.window is now --config.model.attention.window$"),
+        ([QUICKSTART, "--config.model.gru.heads=2"], r"gru.heads: "),
+        ([QUICKSTART, "--config.model.layers=gru*0"], r"layers = 'gru\*0': .*KIND\*N"),
         ([QUICKSTART, "--config.optimizer.learning_rate=inf"], r"learning_rate = inf"),
         ([QUICKSTART, "--config.parallel.mesh={'tensor': 2}"], r"config.parallel.mesh"),
         ([*SMALL, "--config.checkpoint.dir=/dev/null/kept"], r"checkpoint.dir = .*cannot be written"),
         ([QUICKSTART, "--flagfile=docs/images/attention.png"], r"--flagfile is not UTF-8"),
         ([QUICKSTART, "--config.data.path=~nosuchuser/x"], r"data.path = '~nosuchuser/x': no such file"),
         ([QUICKSTART, "--config.checkpoint.dir=~nosuchuser/x"], r"~NAME .* no user .*: write the path in full"),
-        ([QUICKSTART, "--mixer=/dev/zero"], r"/dev/zero: not a regular file"),
+        ([QUICKSTART, "--import=/dev/zero"], r"/dev/zero: not a regular file"),
         ([QUICKSTART, "--config.model.num_layers=2147483647"], r"num_layers = 2147483647: .* 1 to 10000"),
         (["--config=./" + 300 * "x"], r"File name too long"),
-        ([QUICKSTART, "--config.model.num_heads=3"], r"width = 128 .*num_heads = 3"),
+        ([QUICKSTART, "--config.model.num_heads=3"], r"width = 128: .*num_heads = 3"),
         ([QUICKSTART, "--config.model.positions=rotery"], r"'rotery': .*did you mean rotary\?"),
-        ([QUICKSTART, "--config.model.impl=flash"], r"config.model.impl = 'flash': .*auto"),
+        ([QUICKSTART, "--config.model.attention.impl=flash"], r"model.attention.impl = 'flash': .*auto"),
         ([QUICKSTART, "--config.batch_size=10"], r"batch_size = 10 .*4 × 1"),
         ([*SMALL, "--config.model.context=600000"], r"training text .*model.context"),
         ([QUICKSTART, "--config.log.profile=100"], r"log.profile = '100': .*FIRST:LAST.* = 2000"),
@@ -109,7 +112,7 @@ def test_train_on_an_unusable_text_is_one_line(capsys, tmp_path, content, messag
         ("def get_config(): return 1 / 0", "ZeroDivisionError: division by zero"),
         ("def get_config(): return 3", r"get_config\(\) returned 3"),
         (f"{DEFAULT}; c.optimizer.learning_rat = 3.0; return c", r"learning_rat .*did you mean optimizer.lea"),
-        (f"{DEFAULT}; c.model = dict(width=64); return c", "config.model.num_layers is missing"),
+        (f"{DEFAULT}; c.model = dict(width=64); return c", "config.model.vocab_size is missing"),
     ],
 )
 def test_train_with_a_failing_config_file_is_one_line(capsys, tmp_path, source, message):
@@ -194,12 +197,13 @@ def test_checkpoint_whose_manifest_names_files_elsewhere_is_damaged(capsys, copy
 @pytest.mark.parametrize("saved", [True, False])
 def test_none_is_a_value_of_a_field_that_may_be_none(saved):
     for texts, expected in ((["None"], None), (["8", "None"], None), (["None", "8"], 8)):
-        argv = ["train", *[QUICKSTART] * (not saved), *(f"--config.model.window={text}" for text in texts)]
+        argv = ["train", *[QUICKSTART] * (not saved), *(f"--config.model.attention.window={text}" for text in texts)]
         values = flags.FlagValues()
-        commands.define_config(values, argv, configs.from_dict({"model": {"window": 16}}) if saved else None)
+        before = configs.editable(configs.RunConfig.of({"model.attention.window": 16}))
+        commands.define_config(values, argv, before if saved else None)
         commands.parse(values, argv)
         config, _ = commands.config_of(values)
-        assert configs.completed(config).model.window == expected
+        assert configs.completed(config).model.layers[0].window == expected
 
 
 @pytest.mark.parametrize("command", [train, sample])

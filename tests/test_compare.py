@@ -33,14 +33,15 @@ from tests.runs import REPOSITORY, sharing
 from tests.test_sweep import CONFIG, QUICK, SHORT, Here, workers_here
 
 OPTIONS = [CONFIG, *QUICK, *SHORT]
-VARIANTS = ["--variant=rotary:", "--variant=again: model.positions=rotary", "--variant=window: model.window=4"]
+ROTARY = ["--variant=rotary:", "--variant=again: model.positions=rotary"]
+VARIANTS = [*ROTARY, "--variant=window: model.attention.window=4"]
 # What two comparisons of the same runs may differ in.
 TIMES = ("tokens_per_second", "equal_time", "memory")
 PARITY = "task:parity longest=16"
 # Two variants with published results of sequences twice as long, and options of the command. The margin is two standard
 # errors of an accuracy near 1/2 of 64 answers.
 TWO = f"""
-VARIANTS = {{"rotary": {{}}, "window": {{"model.window": 4}}}}
+VARIANTS = {{"rotary": {{}}, "window": {{"model.attention.window": 4}}}}
 PUBLISHED = {{
     "{PARITY}": {{
         "source": "Grazzi et al. 2025",
@@ -48,7 +49,7 @@ PUBLISHED = {{
         "margin": 0.13,
         "differs": "An answer at each bit.",
         "length": 2,
-        "protocol": {{"model.window": 4, "seeds": 2, "steps": 20_000}},
+        "protocol": {{"model.attention.window": 4, "seeds": 2, "steps": 20_000}},
     }}
 }}
 COMPARE = {{"learning_rates": "1e-2", "seeds": "2", "tasks": "{PARITY},text"}}
@@ -168,7 +169,7 @@ def test_published_results_are_set_beside_ours_with_an_outcome(finished):
     assert ours[1]["outcome"] == "not trained far enough"
     for text in (out, (parity / "replication.md").read_text(), (folder / "comparison.html").read_text()):
         assert "Grazzi et al. 2025" in text and ours[1]["outcome"] in text
-        assert re.search(r"Otherwise here: model.window None, not 4; steps \d+, not 20000; An answer at each bit", text)
+        assert re.search(r"Otherwise here: model.attention.window None, not 4; steps \d+, not 20000; An answer", text)
     assert "2 seeds" in out and "Learning rate 0.01, the same for all" in out  # of COMPARE
 
 
@@ -178,7 +179,7 @@ def test_accuracy_at_a_length_is_of_answers_in_the_second_half(finished):
     (batch,) = HeldOutBatches(task, context=32, batch_size=4, windows=4, part="second")
     for workdir in sorted(parity.glob("variant=window,*")):
         run = attnlab.load(workdir)
-        answers = jax.jit(run.model.clone(context=32).apply)(run.params, batch.tokens[:, :-1]).argmax(-1)
+        answers = jax.jit(run.model.replace(context=32).apply)(run.params, batch.tokens[:, :-1]).argmax(-1)
         right.append((answers == batch.targets)[:, 16:].mean())
     assert comparing.read(parity)[1]["accuracy_2x"] == pytest.approx(np.mean(right))
 
@@ -187,10 +188,9 @@ def test_losses_by_position_are_of_the_second_half_of_the_held_out_text(finished
     text = part_of(finished[0], "text")
     workdirs = sorted(text.glob("variant=window,*"))
     runs = [attnlab.load(workdir) for workdir in workdirs]
-    config = runs[0].config.copy_and_resolve_references()
-    config.model.context, config.eval.windows, config.batch_size, config.eval.part = 64, 2, 2, "second"
+    config = runs[0].config.changed({"model.context": 64, "eval.windows": 2, "batch_size": 2, "eval.part": "second"})
     (batch,) = texts.load(config, Workdir(workdirs[0])).validation
-    of_tokens = jax.jit(functools.partial(token_losses, runs[0].model.clone(context=64)))
+    of_tokens = jax.jit(functools.partial(token_losses, runs[0].model.replace(context=64)))
     losses = [of_tokens(run.params["params"], Batch(*map(jnp.asarray, batch[:3]))).mean(0) for run in runs]
     expected = np.mean(losses, axis=0).reshape(4, 16)
     window = comparing.read(text)[1]

@@ -24,8 +24,7 @@ def module(file):
 
 
 def parameters(config, vocab_size):
-    config.precision = "float32"
-    model = GPT.from_config(config, vocab_size)
+    model = GPT(configs.completed(config).over_tokens(vocab_size))
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
@@ -37,7 +36,7 @@ def test_experiment_builds_and_documents_its_command(named):
     assert bool(inspect.signature(file.get_config).parameters) == bool(variant)
     config = configs.completed(file.get_config(*[variant] * bool(variant)))
     assert f"attnlab train --config={name}" in file.__doc__
-    configs.check_effects(config)
+    config.check_effects()
     assert parameters(config, vocab_size=100) > 10_000
 
 
@@ -58,15 +57,12 @@ def test_unknown_variant_lists_the_known_ones():
 
 
 def test_config_round_trips_through_json():
-    config = configs.default()
-    config.model.window = 7
-    saved = json.loads(configs.to_json(config))
-    assert configs.fields(configs.from_dict(saved)) == configs.fields(config)
-    assert configs.difference(saved, config) == ""
-    config.parallel.strategy, config.checkpoint.every, config.log.every = "pmap", 3, 7
-    assert configs.difference(saved, config) == ""
-    config.seed = 5
-    assert configs.difference(saved, config) == "config.seed = 5, there it was 0"
+    config = configs.RunConfig.of({"model.attention.window": 7, "steps": 9})
+    saved = configs.from_json(json.loads(configs.to_json(config)))
+    assert saved == config == configs.completed(configs.editable(config))
+    config = config.changed({"parallel.strategy": "pmap", "checkpoint.every": 3, "log.every": 7})
+    assert config.difference(saved) == ""
+    assert config.changed({"seed": 5}).difference(saved) == "config.seed = 5, there it was 0"
 
 
 def test_files_of_the_current_folder_do_not_take_the_place_of_names(tmp_path, monkeypatch):

@@ -32,8 +32,13 @@ MODULES = {
     "block": nn.Block(nn.MultiHeadAttention(2), nn.Mlp(19, "silu", gated=True), norm_first=False),
 }
 MODELS = {
-    "llama": {"positions": "rotary", "rotary": nn.Rotary(scaling="linear", factor=2.0), "norm": "rms", "mlp": "gated"},
-    "local": {"positions": "alibi", "num_layers": 3, "pattern": "local global", "window": 3, "soft_cap": 1.5},
+    "llama": {"attention": {"rotary": {"scaling": "linear", "factor": 2.0}}, "norm": "rms", "mlp": "gated"},
+    "local": {
+        "layers": "local attention",
+        "local": {"window": 3, "soft_cap": 1.5},
+        "positions": "alibi",
+        "num_layers": 3,
+    },
 }
 
 
@@ -91,7 +96,7 @@ def test_optimized_module_equals_float64(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_optimized_gpt_and_its_caches_equal_float64(name):
     """The losses, their gradients, and the logits of a prompt and of single tokens after it."""
-    model = nn.GPT(**({"vocab_size": 11, "num_layers": 2, "num_heads": 4, "width": 16, "context": 16} | MODELS[name]))
+    model = nn.GPT.of(**{"vocab_size": 11, "num_layers": 2, "width": 16, "context": 16} | MODELS[name])
     params = parameters(model, TOKENS)
     targets = np.roll(TOKENS, -1, axis=1)
 
@@ -101,7 +106,7 @@ def test_optimized_gpt_and_its_caches_equal_float64(name):
     def step(params, tokens, caches):
         return model.apply(params, tokens, caches=caches)
 
-    wide = model.clone(dtype=jnp.float64)
+    wide = model.replace(dtype=jnp.float64)
     exact = in_float64(functools.partial(train, wide), params)
     assert_as_exact(optimized(functools.partial(train, model))(params), exact, steps=1000)
 

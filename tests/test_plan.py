@@ -126,13 +126,13 @@ def test_vocabulary_is_what_the_config_promises(changes, given, size, noted):
     [
         ({}, "tpu", "dense"),
         ({"context": 256}, "tpu", "splash"),
-        ({"context": 256, "soft_cap": 50.0, "positions": "alibi"}, "tpu", "blockwise"),
-        ({"context": 256, "window": 64, "dtype": "bfloat16"}, "gpu", "cudnn"),
+        ({"context": 256, "positions": "alibi", "attention": {"soft_cap": 50.0}}, "tpu", "blockwise"),
+        ({"context": 256, "dtype": "bfloat16", "attention": {"window": 64}}, "gpu", "cudnn"),
     ],
     ids=str,
 )
 def test_attention_is_what_the_operator_would_choose_there(changes, platform, backend):
-    model = GPT(**{"vocab_size": 10, "num_layers": 2, "num_heads": 2, "width": 128, "context": 32} | changes)
+    model = GPT.of(**{"vocab_size": 10, "num_layers": 2, "num_heads": 2, "width": 128, "context": 32} | changes)
     there = topologies.find("here")._replace(platform=platform)
     layers, rejected = plans.attention_of(model, there, batch=4)
     assert layers == {"block_0": backend, "block_1": backend}
@@ -141,9 +141,10 @@ def test_attention_is_what_the_operator_would_choose_there(changes, platform, ba
 
 def test_layers_without_attention_have_their_kind_in_place_of_a_backend():
     there = topologies.find("here")
-    hybrid = GPT(10, 3, num_heads=2, width=16, context=8, positions="auto", pattern="gru attention")
+    sizes = {"num_layers": 3, "num_heads": 2, "width": 16, "context": 8}
+    hybrid = GPT.of(layers="gru attention", **sizes)
     assert plans.attention_of(hybrid, there, batch=4)[0] == {"block_0": "gru", "block_1": "dense", "block_2": "gru"}
-    alone = hybrid.clone(pattern="gru")
+    alone = GPT.of(layers="gru", **sizes)
     assert plans.attention_of(alone, there, batch=4) == ({f"block_{n}": "gru" for n in range(3)}, {})
 
 

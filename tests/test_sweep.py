@@ -108,7 +108,7 @@ def test_dry_run_lists_the_commands_and_writes_nothing(tmp_path, capsys):
         (['config.data.mixture="quijote=3, notes=1"'], [("quijote=3, notes=1",)]),
         (['config.data.mixture="a=3 config.seed=2",b=1 seed=1,2'], [("a=3 config.seed=2", 1), ("b=1", 2)]),
         (
-            ["config.model.scan=None,True", "config.model.soft_cap=20,None"],
+            ["config.model.scan=None,True", "config.model.attention.soft_cap=20,None"],
             [(None, 20), (None, None), (1, 20), (1, None)],
         ),
     ],
@@ -131,12 +131,13 @@ def grouped(*given):
 
 
 def test_groups_have_the_mean_over_seeds_and_its_interval():
-    points, rows = grouped("config.optimizer.weight_decay=0.1,9,0.2", "config.seed=1,2,3", "config.model.window=None")
+    window = "config.model.attention.window=None"
+    points, rows = grouped("config.optimizer.weight_decay=0.1,9,0.2", "config.seed=1,2,3", window)
     first, second, last = groups.table(points, rows[::-1])
     assert first == {
         "group": "weight_decay=9.0,window=None",
         "optimizer.weight_decay": 9.0,
-        "model.window": None,
+        "model.attention.window": None,
         "seeds": 1,
         "failed": 2,
         "mean_loss": 1.0,

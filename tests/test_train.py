@@ -68,7 +68,7 @@ def test_load_takes_the_newest_the_best_or_a_numbered_checkpoint(undisturbed, tm
     model, params, tokenizer, config = attnlab.load(undisturbed)
     assert sha256(params["params"]) == runs.records(undisturbed)[-1]["params_sha256"]
     assert jax.tree.leaves(params)[0].sharding.device_set == {jax.devices()[0]}
-    assert config.model.width == model.width == 16
+    assert config.model.width == model.config.width == 16
     logits = jax.eval_shape(model.apply, params, tokenizer.encode("The ")[None])
     assert logits.shape == (1, 4, tokenizer.vocab_size)
     assert {sha256(attnlab.load(undisturbed, step).params) for step in (12, "12")} == {sha256(params)}
@@ -217,7 +217,8 @@ def test_processes_stopped_and_killed_without_a_reader_are_bit_exact(undisturbed
 @pytest.mark.slow
 def test_hybrid_with_a_layer_of_the_user_killed_is_bit_exact(tmp_path):
     (tmp_path / "mine.py").write_text(SOURCE)
-    hybrid = runs.flags({"model.num_layers": 3, "model.pattern": f"{tmp_path}/mine.py:Average gated_delta attention"})
+    hybrid = runs.flags({"model.num_layers": 3, "model.layers": "Average gated_delta attention"})
+    hybrid.append(f"--import={tmp_path}/mine.py")
     for workdir, program, code in (
         ("whole", ["-m", "attnlab.train"], 0),
         ("run", ["-c", SIGNALS_ITSELF, f"{signal.SIGKILL:d}", "6"], -signal.SIGKILL),

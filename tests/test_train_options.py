@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import attnlab
+from attnlab import config as configs
 from attnlab import train
 from attnlab.data import tokenizers
 from attnlab.support.errors import UserError
@@ -134,10 +135,10 @@ def test_run_resumes_with_its_own_tokenizer_when_its_text_moved(unfinished_own_t
 
 @pytest.mark.slow
 def test_run_whose_pattern_does_not_divide_its_layers_is_loaded(tmp_path):
-    config = runs.quick(steps=2, model__pattern="attention conv", model__num_layers=5, model__scan=True)
+    config = runs.quick(steps=2, model__layers="attention conv", model__num_layers=5, model__scan=True)
     assert train.train(config, tmp_path / "run") == 0
     model, params, _, _ = attnlab.load(tmp_path / "run")
-    assert len(params["params"]) > 5 and model.num_layers == 5
+    assert len(params["params"]) > 5 and model.config.num_layers == 5
 
 
 def test_own_model_optimizer_callback_and_tracker_train_and_resume(tmp_path, capsys):
@@ -230,7 +231,7 @@ def test_muon_that_is_saved_on_one_device_goes_on_over_four(muon, tmp_path):
 
 def test_muon_and_the_average_are_sharded_as_their_parameters():
     """Four devices hold shares of all that has the shape of a kernel."""
-    state = Experiment(runs.quick(**OVER_FOUR), vocab_size=95).abstract_state
+    state = Experiment(configs.completed(runs.quick(**OVER_FOUR)), vocab_size=95).abstract_state
     leaves = jax.tree_util.tree_leaves_with_path(state)
     kernels = [leaf for path, leaf in leaves if "kernel" in jax.tree_util.keystr(path)]
     assert len(kernels) == 3 * 6  # of parameters, momentum and average
@@ -258,7 +259,8 @@ def test_average_is_evaluated_and_loaded_while_training_goes_on_without_it(tmp_p
     def loaded(step):
         return attnlab.load(tmp_path / "run", step, **BIGRAM).params["params"]["Embed_0"]["embedding"]
 
-    like = Experiment(config, attnlab.load(tmp_path / "run", **BIGRAM).tokenizer.vocab_size, **BIGRAM).abstract_state
+    vocab_size = attnlab.load(tmp_path / "run", **BIGRAM).tokenizer.vocab_size
+    like = Experiment(configs.completed(config), vocab_size, **BIGRAM).abstract_state
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
     raw = [np.asarray(checkpoints.restore(n, like).params["Embed_0"]["embedding"], np.float64) for n in range(7)]
     for step in (1, 4, 6):
@@ -338,8 +340,8 @@ def test_run_ended_early_goes_on_without_patience_as_if_never_stopped(ended_earl
 
 def test_auto_is_saved_as_what_it_stands_for_and_kept_on_other_hardware(tmp_path, monkeypatch, capsys):
     """In a run with other options."""
-    options = {"model__positions": "alibi", "model__window": 8, "model__kv_heads": 1, "sample__length": 0}
-    config = runs.quick(precision="auto", steps=6, **options)
+    config = runs.quick(precision="auto", steps=6, model__positions="alibi", sample__length=0)
+    config.model.attention.update(window=8, kv_heads=1)
     monkeypatch.setattr(precision, "_cpu_flags", lambda: {"avx512_bf16"})
     with pytest.raises(runs.CrashError):
         train.train(config, tmp_path / "run", on_step=runs.crash_at(5))

@@ -15,8 +15,8 @@ from tests.runs import shared_programs as shared_programs  # a fixture of this m
 
 FIELDS = {
     "data.name": "task:induction kinds=2", "steps": 60, "precision": "float32", "batch_size": 64,
-    "parallel.mesh.data": 1, "optimizer.warmup_steps": 5, "model.num_layers": 1, "model.mixer": "conv",
-    "model.recurrence.conv": 6, "model.width": 32, "model.context": 6, "eval.every": 30, "eval.windows": 100,
+    "parallel.mesh.data": 1, "optimizer.warmup_steps": 5, "model.num_layers": 1, "model.layers": "conv",
+    "model.conv.kernel_size": 6, "model.width": 32, "model.context": 6, "eval.every": 30, "eval.windows": 100,
     "checkpoint.every": 30, "log.every": 10, "log.tensorboard": False, "log.peak_tflops": 1.0,
 }  # fmt: skip
 
@@ -68,9 +68,9 @@ def test_loaded_run_answers_in_the_characters_of_its_task(finished, capsys):
     [
         ({"data.name": "task:recal"}, "no task 'recal'"),
         ({"model.context": 2}, "config.model.context = 2: 'task:induction kinds=2' needs 3 or more"),
-        ({"data.packing": "documents"}, "config.data.packing = 'documents' is of texts"),
+        ({"data.packing": "documents"}, "config.data.packing = 'documents': it is of texts"),
         ({"data.path": "a.txt"}, "--config.data.name has no effect beside --config.data.path"),
-        ({"data.tokenizer": "byte"}, "config.data.tokenizer = 'byte' is of texts"),
+        ({"data.tokenizer": "byte"}, "config.data.tokenizer = 'byte': it is of texts"),
     ],
 )
 def test_impossible_task_is_one_line(tmp_path, changes, message, capsys):

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 import attnlab
 from attnlab.nn import GPT
-from attnlab.nn.kinds import KINDS, named, pattern_of
-from attnlab.nn.resolved import resolved
+from attnlab.nn.custom import is_custom
+from attnlab.nn.layer import LayerConfig
+from attnlab.nn.multihead import MultiHeadAttention
 from attnlab.testing import SHAPES, Row, check_attention, check_recurrence
 
 # The features of `attnlab.testing.RECURRENCE_FEATURES` that a kind of layer is an instance of. GRU and convolutions are
@@ -37,8 +38,8 @@ def of_model(model: GPT) -> dict:
       features: those that were checked, by kind of layer.
       wrong: what is not right, each a sentence.
     """
-    features = {kind: features_of(model, kind) for kind in dict.fromkeys(pattern_of(model))}
-    rows = {kind: _rows(model, kind, used) for kind, used in features.items() if used}
+    features = {layer.kind: features_of(model, layer) for layer in model.config.used}
+    rows = {layer.kind: _rows(layer, used) for layer in model.config.used if (used := features[layer.kind])}
     wrong = [
         f"{kind}: {row.feature}: {row.why}"
         for kind, found in rows.items()
@@ -53,31 +54,30 @@ def of_model(model: GPT) -> dict:
     }
 
 
-def _rows(model: GPT, kind: str, features: tuple[str, ...]) -> tuple[Row, ...]:
+def _rows(layer: LayerConfig, features: tuple[str, ...]) -> tuple[Row, ...]:
     options = {"features": features, "cases": CASES * len(features)}
-    if named(kind).operator == "attention":
-        attention = functools.partial(attnlab.attention, impl=model.impl, return_lse=True)
+    if layer.module.operator == "attention":
+        attention = functools.partial(attnlab.attention, impl=layer.impl, return_lse=True)
         return check_attention(lambda **call: attention(**call), shapes=SHAPES[1:], **options).rows
     return check_recurrence(functools.partial(attnlab.linear_recurrence, return_state=True), **options).rows
 
 
-def features_of(model: GPT, kind: str) -> tuple[str, ...]:
-    """The features that a kind of layer of a model uses; none where it has no specification, as a user's part."""
-    if kind not in KINDS:
+def features_of(model: GPT, config: LayerConfig) -> tuple[str, ...]:
+    """The features that a layer of a model uses; none where it has no specification, as a custom layer."""
+    if is_custom(config.kind):
         return ()
-    found = named(kind)
-    is_half = jnp.dtype(model.dtype) == jnp.bfloat16
-    if found.operator != "attention":
-        features = RECURRENCES.get(kind, ())
+    layer, is_half = config.make(model.config), jnp.dtype(model.dtype) == jnp.bfloat16
+    if layer.operator != "attention":
+        features = RECURRENCES.get(config.kind, ())
         return (*features, "bfloat16") if is_half and features else features
     uses: Mapping[str, bool] = {
-        "window" if found.is_local(model) else "causal": True,
-        "causal grouped heads": resolved(model).kv_heads != model.num_heads,
-        "ALiBi": model.positions == "alibi",
-        "causal soft cap": model.soft_cap is not None,
-        "sinks": model.sinks,
-        "scale": model.score_scale is not None,
-        "forget gate": found.forget,
+        "window" if config.window is not None else "causal": True,
+        "causal grouped heads": isinstance(layer, MultiHeadAttention) and layer.kv_heads != layer.num_heads,
+        "ALiBi": model.config.position_encoding == "alibi",
+        "causal soft cap": config.soft_cap is not None,
+        "sinks": isinstance(layer, MultiHeadAttention) and layer.sinks,
+        "scale": config.scale is not None,
+        "forget gate": isinstance(layer, MultiHeadAttention) and layer.forget_gate,
         "causal bfloat16": is_half,
     }
     return tuple(name for name, used in uses.items() if used)

@@ -1,6 +1,6 @@
 """Measure a variant's costs, and its losses beyond the context, on its finished runs.
 
-python -m attnlab.comparing.measuring [--mixer=FILE] OUT.json WORKDIR WORKDIR …
+python -m attnlab.comparing.measuring [--import=FILE] OUT.json WORKDIR WORKDIR …
 """
 
 import contextlib
@@ -14,15 +14,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from attnlab import commands, compilation, loading
 from attnlab.comparing import certificate
 from attnlab.comparing.variants import state_bytes
+from attnlab.config import RunConfig
 from attnlab.data.batches import Batch
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
-from attnlab.nn import GPT, own
+from attnlab.nn import GPT, custom
 from attnlab.support import paths, timing
 from attnlab.support.errors import UserError
 from attnlab.training import flops, state
@@ -41,11 +41,11 @@ ROUNDS = 5
 def main(argv: list[str] | None = None) -> int:
     """Measure and write the file; returns the exit code."""
     words = (sys.argv if argv is None else argv)[1:]
-    out, *workdirs = (word for word in words if not word.startswith("--mixer="))
+    out, *workdirs = (word for word in words if not word.startswith("--import="))
     compilation.keep_programs()
     try:
-        for file in commands.given(words, "mixer"):
-            own.offer(file)
+        for file in commands.given(words, "import"):
+            custom.import_file(file)
         found = measured([Path(workdir) for workdir in workdirs])
     except UserError as error:
         print(f"error: {commands.one_line(error)}", file=sys.stderr)
@@ -93,7 +93,7 @@ def _accuracies(task: named.Task, runs: list[loading.Run]) -> dict:
             break
         sizes = {"batch_size": max(1, config.batch_size // times), "windows": max(1, config.eval.windows // times)}
         batches = HeldOutBatches(longer, context=length, part="second", **sizes)
-        model = runs[0].model.clone(context=length)
+        model = runs[0].model.replace(context=length)
         answer = jax.jit(lambda params, tokens, model=model: model.apply(params, tokens).argmax(-1))
         found = [_accuracy(functools.partial(answer, run.params), batches) for run in runs]
         by_length[length], answers[length] = [accuracy for accuracy, _ in found], found[0][1]
@@ -114,13 +114,13 @@ def _accuracy(answer: Callable, batches: HeldOutBatches) -> tuple[float, int]:
 
 def extends(model: GPT) -> bool:
     """Whether a model takes more tokens than it was trained with: learned positions end with the context."""
-    return model.positions != "learned"
+    return model.config.position_encoding != "learned"
 
 
 def _decoding(model: GPT, params, length: int) -> dict[str, float]:
     """Tokens per second of reading `length` tokens and of decoding the last of them again, and the caches' bytes."""
-    model = model.clone(context=length)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.vocab_size, (1, length)), jnp.int32)
+    model = model.replace(context=length)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (1, length)), jnp.int32)
     steps = min(DECODED, length // 2)
 
     @jax.jit
@@ -155,17 +155,14 @@ def _losses_by_position(run: loading.Run, workdir: Path) -> np.ndarray:
     return _mean_losses(run, _longer(run.config, 1), workdir)
 
 
-def _longer(config: ConfigDict, times: int) -> ConfigDict:
-    config = config.copy_and_resolve_references()
-    config.model.context *= times
-    config.batch_size, config.optimizer.accumulation = max(1, config.batch_size // times), 1
-    config.eval.windows = max(1, config.eval.windows // times)
-    config.eval.part = "second"
-    return config
+def _longer(config: RunConfig, times: int) -> RunConfig:
+    sizes = {"batch_size": max(1, config.batch_size // times), "eval.windows": max(1, config.eval.windows // times)}
+    sizes |= {"model.context": config.model.context * times, "optimizer.accumulation": 1}
+    return config.changed(sizes | {"eval.part": "second"})
 
 
-def _mean_losses(run: loading.Run, config: ConfigDict, workdir: Path) -> np.ndarray:
-    model = run.model.clone(context=config.model.context)
+def _mean_losses(run: loading.Run, config: RunConfig, workdir: Path) -> np.ndarray:
+    model = run.model.replace(context=config.model.context)
     batches = texts.load(config, Workdir(workdir)).validation
 
     @jax.jit

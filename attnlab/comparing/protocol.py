@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from attnlab import train
 from attnlab.comparing.variants import Variant, config_of
+from attnlab.config import RunConfig
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
 from attnlab.sweeping import grid
@@ -81,7 +81,7 @@ def result(workdir: Path, measure: str = "loss") -> float:
     return float(final[-1]) if final else math.nan
 
 
-def resolution(config: ConfigDict, measure: str) -> float:
+def resolution(config: RunConfig, measure: str) -> float:
     """The step between two results: 1/N for the accuracy of N answers, float32's for losses."""
     if measure == "loss":
         return float(np.finfo(np.float32).eps)

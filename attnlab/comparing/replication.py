@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from attnlab import config as configs
 from attnlab.comparing import page, table
 from attnlab.comparing.protocol import Protocol, resolution, result
 from attnlab.comparing.variants import Variant, fields_of_file
+from attnlab.config import RunConfig
 from attnlab.study.report import mean_and_margin
 from attnlab.support import paths
 from attnlab.support.errors import UserError
@@ -61,7 +61,7 @@ def published(file: str, variants: Sequence[Variant]) -> dict[str, Published]:
             raise UserError(
                 f"{where} has results of {unknown[0]!r}{nearest(unknown[0], names)}, which is not a variant"
             )
-        if unknown := sorted({*found[part].protocol} - {*configs.fields(configs.default()), "seeds", "learning_rates"}):
+        if unknown := sorted({*found[part].protocol} - {*configs.declared(), "seeds", "learning_rates"}):
             raise UserError(f"{where} has protocol {unknown[0]!r}: expected fields of a config, seeds, learning_rates")
         if names[0] not in found[part].results:
             raise UserError(f"{where} has no result of {names[0]!r}, the first variant: differences are from it")
@@ -157,9 +157,9 @@ def _cell(name: str, row: Mapping) -> str:
     return f"{value:{sign}.3f}" + ("" if half is None else f" ± {half:.3f}")
 
 
-def notes(found: Published, protocol: Protocol, config: ConfigDict) -> list[str]:
+def notes(found: Published, protocol: Protocol, config: RunConfig) -> list[str]:
     """Sentences below the table, on a config of the first variant."""
-    ours = configs.fields(config) | {"seeds": len(protocol.seeds), "learning_rates": len(protocol.rates)}
+    ours = config.fields | {"seeds": len(protocol.seeds), "learning_rates": len(protocol.rates)}
     otherwise = [f"{name} {ours[name]}, not {value}" for name, value in found.protocol.items() if ours[name] != value]
     return [
         f"Published: {found.source}.",

@@ -42,8 +42,8 @@ def _run(point: Point, variant: str, folder: Path) -> page.Run:
             r for r in metrics.read(folder / point.name / "metrics.jsonl") if r["split"] == "final" and name in r
         ]
         values |= {name: records[-1][name]} if records else {}
-    defaults, fields = configs.fields(configs.default()), configs.fields(point.config)
-    return page.Run(point.name, variant, values, {k: v for k, v in fields.items() if v != defaults[k]})
+    declared, fields = configs.declared(), point.config.fields
+    return page.Run(point.name, variant, values, {k: v for k, v in fields.items() if v != declared[k].default})
 
 
 def _learning(workdirs: Mapping[str, Sequence[Path]]) -> page.Chart:

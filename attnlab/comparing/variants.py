@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from attnlab import commands
 from attnlab import config as configs
+from attnlab.config import RunConfig
 from attnlab.nn import GPT
 from attnlab.support.errors import UserError
-from attnlab.support.names import nearest
 from attnlab.sweeping import grid
 from attnlab.training import flops, precision
 
@@ -49,7 +48,8 @@ def parse(texts: Sequence[str], file: str | None) -> list[Variant]:
 def _parsed(text: str) -> Variant:
     name, colon, fields = text.partition(":")
     if not colon or not name.strip():
-        raise UserError(f'--variant="{text}": expected "NAME: FIELD=VALUE FIELD=VALUE", e.g. "alibi: model.window=16"')
+        example = 'expected "NAME: FIELD=VALUE FIELD=VALUE", e.g. "alibi: model.positions=alibi"'
+        raise UserError(f'--variant="{text}": {example}')
     return Variant(name.strip(), options_of(f"--variant={name.strip()!r}", fields))
 
 
@@ -59,12 +59,13 @@ def options_of(name: str, fields: str | Mapping) -> tuple[str, ...]:
         words = shlex.split(fields) if isinstance(fields, str) else [f"{key}={value}" for key, value in fields.items()]
     except ValueError as error:
         raise UserError(f"{name}: {error}") from error
-    known, options = configs.fields(configs.default()), []
+    options = []
     for word in words:
         field, equals, value = word.removeprefix("--").removeprefix("config.").partition("=")
-        if not equals or field not in known:
-            why = "has no value" if field in known else f"is not a field{nearest(field, known)}"
-            raise UserError(f"{name}: config.{field} {why}: write FIELD=VALUE")
+        if why := configs.unknown(field):
+            raise UserError(f"{name}: {why}")
+        if not equals:
+            raise UserError(f"{name}: config.{field} has no value: write FIELD=VALUE")
         if field in ("seed", "optimizer.learning_rate", "eval.part"):
             raise UserError(f"{name}: config.{field} is chosen by the comparison: leave it out")
         options.append(f"--config.{field}={value}")
@@ -86,7 +87,7 @@ def fields_of_file(file: str, name: str) -> Mapping:
     return found
 
 
-def config_of(options: Sequence[str], name: str = "") -> ConfigDict:
+def config_of(options: Sequence[str], name: str = "") -> RunConfig:
     """The completed config of some options of `attnlab train`; errors name the variant."""
     try:
         return grid.config_of(options)
@@ -94,10 +95,10 @@ def config_of(options: Sequence[str], name: str = "") -> ConfigDict:
         raise UserError(f"--variant={name!r}: {error}" if name else str(error)) from error
 
 
-def size(config: ConfigDict, vocab_size: int, of: str, length: int | None = None) -> float:
+def size(config: RunConfig, vocab_size: int, of: str, length: int | None = None) -> float:
     """The parameters of a config's model, its FLOPs of training per token, or the bytes it keeps of `length` tokens."""
-    config.precision = precision.resolved(config.precision)
-    model = GPT.from_config(config, vocab_size)
+    config = config.changed({"precision": precision.resolved(config.precision)})
+    model = GPT(config.over_tokens(vocab_size))
     if of == "flops":
         return flops.per_token(model, config.model.context)
     if of == "state":
@@ -126,12 +127,11 @@ def matched(
 
 def _matched(variant: Variant, options, vocab_size: int, of: str, wanted: float, length) -> Variant:
     config = config_of([*options, *variant.options], variant.name)
-    step = config.model.num_heads * (2 if config.model.positions == "rotary" else 1)
+    step = config.model.num_heads * (2 if config.model.position_encoding == "rotary" else 1)
     width, low, high = config.model.width, step, 2 * step
 
     def size_at(width: int) -> float:
-        config.model.width = width
-        return size(config, vocab_size, of, length)
+        return size(config.changed({"model.width": width}), vocab_size, of, length)
 
     while (largest := size_at(high)) < wanted:
         if high > WIDEST:

@@ -77,7 +77,7 @@ def generate(
       ValueError: an empty prompt, a prompt that is not a list of token ids, or `stop` without a tokenizer.
       UserError: a stop string that no tokens make.
 
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> len(list(generate(model, params, np.array([1, 2]), max_tokens=9)))  # beyond the context
     9
@@ -126,22 +126,22 @@ def decode(
     Yields:
       A `Step`, of sample n of prompt p in row p · num_samples + n, until all texts have ended.
 
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> steps = list(decode(model, params, [np.array([1, 2]), np.array([3])], max_tokens=9))
     >>> len(steps), steps[0].tokens.shape, bool((steps[0].logprobs < 0).all())
     (9, (2,), True)
     """
     if jax.default_backend() == "cpu" and model.dtype == jnp.bfloat16:
-        model = model.clone(dtype=jnp.float32)  # the time of a step is the time to read the float32 parameters
+        model = model.replace(dtype=jnp.float32)  # the time of a step is the time to read the float32 parameters
     params = unstack_layers(params)
     texts = [np.asarray(prompt).tolist() for prompt in prompts for _ in range(num_samples)]
     state = _start(model, draw, params, prompts, texts, max_tokens, drawing.keys(seed, num_samples))
     sizes = np.array([len(text) for text in texts])
-    fed = np.minimum(sizes, model.context) - 1
+    fed = np.minimum(sizes, model.config.context) - 1
     active, drawn, ahead = np.full(len(texts), max_tokens > 0), 0, 1
     while active.any():
-        if not rolls(model) and (due := active & (fed >= model.context)).any():
+        if not rolls(model) and (due := active & (fed >= model.config.context)).any():
             state, fed[due] = _read_again(model, params, state, texts, due)
         begin = time.perf_counter()
         state, tokens, logprobs, counts = decode_ahead(model, draw, tuple(end), params, state, ahead, max_tokens)
@@ -162,14 +162,14 @@ def decode(
 
 def _start(model, draw, params, prompts, texts, max_tokens, keys) -> State:
     """Read each prompt once, for all its samples."""
-    windows = [np.asarray(prompt, np.int32)[-model.context : -1] for prompt in prompts]
+    windows = [np.asarray(prompt, np.int32)[-model.config.context : -1] for prompt in prompts]
     copies = len(texts) // len(prompts)
     # The time of attention grows with the capacity of its caches.
-    capacity = min(model.context, _power_of_two(max(map(len, windows)) + max_tokens))
+    capacity = min(model.config.context, _power_of_two(max(map(len, windows)) + max_tokens))
     caches = _prefill(model, params, *_padded(windows, capacity), copies, capacity)
     seen = None
     if draw.repetition_penalty != 1:
-        seen = np.zeros((len(texts), model.vocab_size), bool)
+        seen = np.zeros((len(texts), model.config.vocab_size), bool)
         for row, text in zip(seen, texts):
             row[text] = True
     return State(
@@ -200,7 +200,7 @@ def _read_again(model, params, state: State, texts, due) -> tuple[State, int]:
     (rows,) = np.nonzero(due)
     # A power of two, so that few numbers of rows are compiled.
     rows = np.resize(rows, min(len(due), _power_of_two(len(rows))))
-    half = max(1, model.context // 2)
+    half = max(1, model.config.context // 2)
     windows = [np.array(texts[row][-half:-1], np.int32) for row in rows]
     # The context is the capacity of the caches of any texts that have become so long.
     caches = _refill(model, params, state.caches, rows, *_padded(windows, half))
@@ -217,5 +217,5 @@ def _prefill(model, params, tokens, lengths, copies, capacity):
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="caches")
 def _refill(model, params, caches, rows, tokens, lengths):
     """The caches with some rows prefilled again."""
-    fresh = _prefill(model, params, tokens, lengths, 1, model.context)
+    fresh = _prefill(model, params, tokens, lengths, 1, model.config.context)
     return jax.tree.map(lambda old, new: old.at[rows].set(new), caches, fresh)

@@ -27,7 +27,7 @@ class State(NamedTuple):
 
 def rolls(model: GPT) -> bool:
     """Whether caches of long texts go on; otherwise the last half of the context is read again."""
-    return model.positions not in ("learned", "sinusoidal")
+    return model.config.position_encoding not in ("learned", "sinusoidal")
 
 
 @functools.partial(jax.jit, static_argnames=("model", "draw", "end"), donate_argnames="state")
@@ -45,7 +45,7 @@ def decode_ahead(model: GPT, draw: Draw, end: tuple[int, ...], params, state: St
 
     def goes_on(carry):
         step, state, _, _ = carry
-        full = False if rolls(model) else state.caches[0].length >= model.context
+        full = False if rolls(model) else state.caches[0].length >= model.config.context
         return (step < ahead) & state.active.any() & ~(state.active & full).any()
 
     def extend(carry):

@@ -53,7 +53,7 @@ def score(run, texts: Sequence[str], *, batch_size: int = 8) -> list[Score]:
 
     >>> from attnlab.data.tokenizers import ByteTokenizer
     >>> from attnlab.loading import Run
-    >>> model = nn.GPT(vocab_size=256, num_layers=1, num_heads=2, width=8, context=6)
+    >>> model = nn.GPT.of(vocab_size=256, num_layers=1, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> one, = score(Run(model, params, ByteTokenizer(), None), ["twelve bytes"])  # or load("runs/quickstart")
     >>> one.tokens, one.logprobs.shape, bool(7 < one.bits_per_byte < 9)
@@ -78,19 +78,19 @@ def _score(text: str, length: int, logprobs: np.ndarray) -> Score:
 def logprobs(model: GPT, params, texts: Sequence[np.ndarray], *, batch_size: int = 8) -> list[np.ndarray]:
     """Log-probabilities float32 `[length − 1]` of the tokens of each text, int `[length]`; see `score`."""
     found = [np.zeros(max(0, len(text) - 1), np.float32) for text in texts]
-    windows = [(at, start) for at, row in enumerate(found) for start in _starts(len(row), model.context)]
+    windows = [(at, start) for at, row in enumerate(found) for start in _starts(len(row), model.config.context)]
     # Windows of similar lengths together, because the shorter are padded.
-    windows.sort(key=lambda window: -min(model.context, len(found[window[0]]) - window[1]))
+    windows.sort(key=lambda window: -min(model.config.context, len(found[window[0]]) - window[1]))
     for first in range(0, len(windows), batch_size):
         batch = windows[first : first + batch_size]
-        length = min(model.context, max(len(found[at]) - start for at, start in batch))
-        tokens = np.zeros((batch_size, min(model.context, 1 << (length - 1).bit_length()) + 1), np.int32)
+        length = min(model.config.context, max(len(found[at]) - start for at, start in batch))
+        tokens = np.zeros((batch_size, min(model.config.context, 1 << (length - 1).bit_length()) + 1), np.int32)
         for row, (at, start) in zip(tokens, batch):
             window = texts[at][start : start + len(row)]
             row[: len(window)] = window
         losses = np.asarray(_losses(model, params, tokens[:, :-1], tokens[:, 1:]))
         for row, (at, start) in zip(losses, batch):
-            done = model.context - _stride(model.context) if start else 0  # by earlier windows
+            done = model.config.context - _stride(model.config.context) if start else 0  # by earlier windows
             target = found[at][start + done : start + len(row)]
             target[:] = -row[done : done + len(target)]
     return found

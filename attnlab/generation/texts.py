@@ -62,7 +62,7 @@ def complete(
     >>> from attnlab.data.tokenizers import ByteTokenizer
     >>> from attnlab.loading import Run
     >>> from attnlab.nn import GPT
-    >>> model = GPT(vocab_size=256, num_layers=1, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=256, num_layers=1, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> run = Run(model, params, ByteTokenizer(), None)  # or attnlab.load("runs/quickstart")
     >>> [len(done.tokens) for done in complete(run, ["one", "another"], max_tokens=5)]

@@ -1,5 +1,6 @@
 """Export a trained model's step as a program that runs with JAX alone, also for other platforms."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -7,7 +8,6 @@ import jax.numpy as jnp
 from jax import export
 
 from attnlab.nn import GPT
-from attnlab.nn.kinds import kinds_of
 from attnlab.ops.attention import is_small
 
 __all__ = ["export_step"]
@@ -46,7 +46,7 @@ def export_step(
     Raises:
       ValueError: more tokens than the capacity, or a size below 1.
 
-    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> exported = export_step(model, params)
     >>> exported.platforms
@@ -60,9 +60,13 @@ def export_step(
         if size is not None and size < 1:
             raise ValueError(f"{name} = {size}: expected 1 or more")
     platforms = (platforms,) if isinstance(platforms, str) else tuple(platforms)
-    attends = any(kind.operator == "attention" for kind in kinds_of(model).values())
-    if attends and model.impl == "auto":  # depends on the platform of this machine
-        model = model.clone(impl="dense" if is_small(tokens, capacity or model.context) else "blockwise")
+    impl = "dense" if is_small(tokens, capacity or model.config.context) else "blockwise"
+
+    def chosen(layer):  # "auto" depends on the platform of this machine
+        is_auto = layer.module.operator == "attention" and layer.impl == "auto"
+        return dataclasses.replace(layer, impl=impl) if is_auto else layer
+
+    model = model.replace(layers=tuple(map(chosen, model.config.layers)))
 
     types = [type(cache) for cache in jax.eval_shape(lambda: model.init_caches(batch, capacity))]
 

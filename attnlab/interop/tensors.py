@@ -44,6 +44,54 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) // self.inputs
 
 
+_ENDINGS = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
+
+
+def named(
+    shapes: Mapping[str, tuple[int, ...]],
+    name: str,
+    path: str,
+    lines: Mapping[str, str],
+    *,
+    transposed: bool = True,
+    groups: int = 1,
+    details: Mapping[str, Mapping] = {},
+) -> Iterator[Tensor]:
+    """The tensors of a table of names: a weight and a bias for a line, or a vector, of the parameters that exist.
+
+    A line has a name without its ending, and the paths of its parameters: "query key value" one after another,
+    "query+gate" with a part of each in each of `groups`. `name` and `path` stand before all. `details` are other fields
+    of the tensors of some parameters.
+    """
+    for stem, parameters in lines.items():
+        paths = [path + each for each in re.split("[ +]", parameters)]
+        fields = {"groups": groups if "+" in parameters else 1} | details.get(parameters, {})
+        for leaf, ending in _ENDINGS.items():
+            leaves = tuple(f"{each}/{leaf}" for each in paths)
+            if leaves[0] in shapes:
+                shape = _shape(leaves, shapes, transposed)
+                is_transposed = leaf == "kernel" and (transposed or len(shape) == 3)
+                yield Tensor(f"{name}{stem}.{ending}", shape, leaves, is_transposed, **fields)
+        if paths[0] in shapes:
+            yield Tensor(f"{name}{stem}", shapes[paths[0]], tuple(paths))
+
+
+def _shape(leaves: Sequence[str], shapes: Mapping, transposed: bool) -> tuple[int, ...]:
+    """The shape of a tensor of these parameters."""
+    module, _, leaf = leaves[0].rpartition("/")
+    if leaf == "embedding":
+        return shapes[leaves[0]]
+    sizes = sum(math.prod(shapes[each]) for each in leaves)
+    if leaf != "kernel":
+        return (sizes,)
+    # Axes of an output projection are heads, features and outputs; of others inputs, and then heads and features.
+    axes = shapes[leaves[0]][:-1] if module.rpartition("/")[2] == "out" else shapes[leaves[0]][:1]
+    inputs = math.prod(axes)
+    if module.endswith("conv"):
+        return (sizes // inputs, 1, inputs)
+    return (sizes // inputs, inputs) if transposed else (inputs, sizes // inputs)
+
+
 def stacked(tensors: Sequence[Tensor], shapes: Mapping) -> list[Tensor]:
     """The same tensors for parameters of these shapes, with layers stacked by `attnlab.nn.stack_layers`."""
     names = ["blocks"] if "blocks" in shapes else [f"blocks_{n}" for n in range(len(shapes)) if f"blocks_{n}" in shapes]
@@ -78,7 +126,7 @@ def load(
     check_names(tensors, state, source, ignored)
     for tensor in tensors:
         _check(state.get(tensor.name), tensor, f"{source}: {tensor.name}")
-    wanted = {path: leaf.shape for path, leaf in traverse_util.flatten_dict(shapes, sep="/").items()}
+    wanted = flat_shapes(shapes)
     places = None if shardings is None else traverse_util.flatten_dict(shardings, sep="/")
     flat = {}
     # Parameters with several tensors, as of stacked layers, one after another, so that few are incomplete.
@@ -174,7 +222,7 @@ def bare(variables) -> dict:
 def check(params, shapes, model: str) -> None:
     """Raise UserError with a path unless parameters have these `shapes`; `model` names the module in errors."""
     found = {path: np.shape(leaf) for path, leaf in traverse_util.flatten_dict(params, sep="/").items()}
-    wanted = {path: leaf.shape for path, leaf in traverse_util.flatten_dict(shapes, sep="/").items()}
+    wanted = flat_shapes(shapes)
     if missing := [path for path in wanted if path not in found]:
         raise UserError(f"the parameters lack {_few(missing)}, which {model} has")
     if extra := [path for path in found if path not in wanted]:
@@ -186,6 +234,11 @@ def check(params, shapes, model: str) -> None:
 
 def shapes_of(module, *inputs):
     return jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"]
+
+
+def flat_shapes(shapes) -> dict[str, tuple[int, ...]]:
+    """The shapes of parameters by path."""
+    return {path: leaf.shape for path, leaf in traverse_util.flatten_dict(shapes, sep="/").items()}
 
 
 def as_numpy(array, name: str) -> np.ndarray:

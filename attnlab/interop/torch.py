@@ -8,9 +8,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from attnlab.interop import tensors
-from attnlab.interop.huggingface import reading, weights, writing
-from attnlab.interop.huggingface.mixer_tensors import linear
-from attnlab.interop.tensors import Tensor
+from attnlab.interop.huggingface import conversion, weights
 from attnlab.nn import GPT, Block, Mlp, MultiHeadAttention
 from attnlab.support.errors import UserError
 
@@ -42,8 +40,7 @@ def from_torch(source) -> tuple[nn.Module, dict]:
     >>> module.apply(params, jnp.ones((3, 5, 8))).shape  # [batch, length, features]
     (3, 5, 8)
     """
-    module, inputs, table = _equivalent(source)
-    shapes = tensors.shapes_of(module, *inputs)
+    module, shapes, table = _equivalent(source)
     buffers = [name for name, _ in source.named_buffers()]
     params = tensors.load(table, source.state_dict(), shapes, type(source).__name__, ignored=buffers)
     return module, {"params": params}
@@ -68,8 +65,8 @@ def to_torch(params, like) -> dict:
     >>> theirs.load_state_dict(to_torch(params, like=theirs))
     <All keys matched successfully>
     """
-    (module, inputs, table), params = _equivalent(like), tensors.bare(params)
-    tensors.check(params, tensors.shapes_of(module, *inputs), type(like).__name__)
+    (_, shapes, table), params = _equivalent(like), tensors.bare(params)
+    tensors.check(params, shapes, type(like).__name__)
     return like.state_dict() | tensors.as_torch(tensors.unload(table, params), "to_torch")
 
 
@@ -77,8 +74,8 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
     """Load a `ckpt.pt` of nanoGPT as a `GPT` and its variables.
 
     nanoGPT uses the exact GELU; until its commit 594068e of May 2023 it used the tanh form, and checkpoints do not
-    record it: for older checkpoints use `model.clone(activation="gelu_tanh")`. The tokenizer is not in the checkpoint:
-    a character vocabulary is in `meta.pkl` of the data folder, otherwise it is GPT-2's.
+    record it: for older checkpoints use `model.replace(activation="gelu_tanh")`. The tokenizer is not in the
+    checkpoint: a character vocabulary is in `meta.pkl` of the data folder, otherwise it is GPT-2's.
 
     Args:
       path: the file; loading it runs no code.
@@ -90,7 +87,17 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
       UserError: a missing file or one not from nanoGPT; a missing or unexpected tensor, or one of another shape.
 
     >>> import tempfile, torch
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6, activation="gelu")
+    >>> model = GPT.of(
+    ...     vocab_size=10,
+    ...     num_layers=1,
+    ...     num_heads=2,
+    ...     width=8,
+    ...     context=6,
+    ...     positions="learned",
+    ...     activation="gelu",
+    ...     use_bias=True,
+    ...     attention={"qk_norm": False},
+    ... )
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> sizes = {"vocab_size": 10, "n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 6, "bias": True}
     >>> path = Path(tempfile.mkdtemp()) / "ckpt.pt"
@@ -122,7 +129,7 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
     rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), sizes.get("dropout", 0.0))
     config = {name: sizes[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
     config |= {"n_positions": sizes["block_size"], "activation_function": "gelu", **rates}
-    model = reading.make_model(config, str(path)).clone(use_bias=use_bias)
+    model = conversion.make_model(config, str(path)).replace(use_bias=use_bias)
     return model, {"params": weights.load_state(model, state, str(path), transposed=True)}
 
 
@@ -136,21 +143,21 @@ def to_nanogpt(model: GPT, params) -> dict:
     Raises:
       UserError: an option that nanoGPT does not have; parameters of another model.
 
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6, activation="gelu", use_bias=False)
+    >>> model = GPT.of(width=8, num_heads=2, positions="learned", activation="gelu", attention={"qk_norm": False})
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> to_nanogpt(model, params)["transformer.h.0.attn.c_attn.weight"].shape
     torch.Size([24, 8])
     """
-    writing.make_config(model, "gpt2")  # raises for other options
+    conversion.make_config(model, "gpt2")  # raises for other options
     state = weights.unload_state(model, tensors.bare(params), transposed=True)
     for field, only in (("activation", "gelu"), ("mlp_ratio", 4), ("norm_epsilon", 1e-5)):
-        if getattr(model, field) != only:
-            raise UserError(f"model.{field} = {getattr(model, field)!r}: nanoGPT supports only {only!r}")
+        if getattr(model.config, field) != only:
+            raise UserError(f"model.{field} = {getattr(model.config, field)!r}: nanoGPT supports only {only!r}")
     return tensors.as_torch(state, "to_nanogpt")
 
 
-def _equivalent(source) -> tuple[nn.Module, tuple, list[Tensor]]:
-    """The module equivalent to a module of torch, example inputs, and the tensors that hold its parameters."""
+def _equivalent(source) -> tuple[nn.Module, dict, list[tensors.Tensor]]:
+    """The module equivalent to a module of torch, the shapes of its parameters, and the tensors that hold them."""
     layers = tensors.import_torch("from_torch").nn
     known = {layers.MultiheadAttention: _multihead_attention, layers.TransformerEncoderLayer: _encoder_layer}
     for kind, describe in known.items():
@@ -159,34 +166,35 @@ def _equivalent(source) -> tuple[nn.Module, tuple, list[Tensor]]:
                 raise UserError(
                     f"{type(source).__name__} overrides forward of {kind.__name__}: expected {kind.__name__} itself"
                 )
-            return describe(source)
+            module, widths, lines = describe(source)
+            shapes = tensors.shapes_of(module, *(jnp.zeros((1, 1, width)) for width in widths))
+            found = tensors.named(tensors.flat_shapes(shapes), "", "", lines)
+            # Names of the projections of inputs end with "_weight".
+            found = [each._replace(name=re.sub(r"([nqkv]_proj)\.", r"\1_", each.name)) for each in found]
+            return module, shapes, [each for each in found if each.name in source.state_dict()]
     raise UserError(
         f"from_torch cannot convert a {type(source).__name__}: expected torch.nn.MultiheadAttention or "
         "torch.nn.TransformerEncoderLayer"
     )
 
 
-def _multihead_attention(source, prefix="", path=""):
+# Keys and values of another width have kernels of their own.
+_ATTENTION = {"in_proj": "query key value", "q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
+_ENCODER = {"linear1": "mlp/up", "linear2": "mlp/down", "norm1": "attention_norm", "norm2": "mlp_norm"}
+_ENCODER |= {
+    f"self_attn.{name}": " ".join(f"attention/{path}" for path in paths.split()) for name, paths in _ATTENTION.items()
+}
+
+
+def _multihead_attention(source):
     for option, only in (("bias_k", None), ("bias_v", None), ("add_zero_attn", False)):
         if getattr(source, option) is not only:
             raise UserError(f"MultiheadAttention has {option}, which attnlab's MultiHeadAttention does not support")
     if source.kdim != source.vdim:
         raise UserError(f"MultiheadAttention has kdim = {source.kdim} and vdim = {source.vdim}: expected them equal")
-    width, memory, use_bias = source.embed_dim, source.kdim, source.in_proj_bias is not None
+    use_bias = source.in_proj_bias is not None
     module = MultiHeadAttention(source.num_heads, use_bias=use_bias, dropout_rate=source.dropout)
-    which = [f"{path}{name}" for name in ("query", "key", "value")]
-    kernels = tuple(f"{name}/kernel" for name in which)
-    if source.in_proj_weight is not None:
-        places = [Tensor(f"{prefix}in_proj_weight", (3 * width, width), kernels, transposed=True)]
-    else:  # another width of keys and values
-        places = [
-            Tensor(f"{prefix}{letter}_proj_weight", (width, rows), (kernel,), transposed=True)
-            for letter, rows, kernel in zip("qkv", (width, memory, memory), kernels)
-        ]
-    if use_bias:
-        places.append(Tensor(f"{prefix}in_proj_bias", (3 * width,), tuple(f"{name}/bias" for name in which)))
-    places += linear(f"{prefix}out_proj", width, width, f"{path}out", bias=use_bias)
-    return module, (jnp.zeros((1, 1, width)), jnp.zeros((1, 1, memory))), places
+    return module, (source.embed_dim, source.kdim), _ATTENTION
 
 
 def _encoder_layer(source):
@@ -196,24 +204,16 @@ def _encoder_layer(source):
     rates = (source.dropout1.p, source.dropout2.p)
     if rates[0] != rates[1]:
         raise UserError(f"TransformerEncoderLayer has the dropout rates {rates}: expected one rate")
-    attention, _, places = _multihead_attention(source.self_attn, "self_attn.", "attention/")
-    width, hidden, use_bias = source.linear1.in_features, source.linear1.out_features, source.linear1.bias is not None
-    mlp = Mlp(hidden, _activation(source.activation), use_bias=use_bias)
+    use_bias = source.linear1.bias is not None
     module = Block(
-        attention,
-        mlp,
+        _multihead_attention(source.self_attn)[0],
+        Mlp(source.linear1.out_features, _activation(source.activation), use_bias=use_bias),
         dropout_rate=source.dropout1.p,
         use_bias=use_bias,
         norm_first=source.norm_first,
         norm_epsilon=source.norm1.eps,
     )
-    places += linear("linear1", width, hidden, "mlp/up", bias=use_bias)
-    places += linear("linear2", hidden, width, "mlp/down", bias=use_bias)
-    for norm, path in (("norm1", "attention_norm"), ("norm2", "mlp_norm")):
-        places.append(Tensor(f"{norm}.weight", (width,), (f"{path}/scale",)))
-        if use_bias:
-            places.append(Tensor(f"{norm}.bias", (width,), (f"{path}/bias",)))
-    return module, (jnp.zeros((1, 1, width)),), places
+    return module, (source.linear1.in_features,), _ENCODER
 
 
 def _activation(function) -> str:

@@ -1,15 +1,14 @@
 """Flax linen modules: attention layers and the GPT. Inputs are `[batch, length, features]`."""
 
 from attnlab.nn.additive import AdditiveAttention
-from attnlab.nn.block import Block
 from attnlab.nn.cache import KVCache, LatentCache
+from attnlab.nn.config import ModelConfig
+from attnlab.nn.custom import register
 from attnlab.nn.differential import DifferentialAttention
 from attnlab.nn.embeddings import cosine_similarity, nearest
-from attnlab.nn.gpt import GPT
-from attnlab.nn.groups import Latent, Recurrence
 from attnlab.nn.heads import Head, StackedHeads
 from attnlab.nn.latent_attention import LatentAttention
-from attnlab.nn.layer import Context, Layer, LayerOut
+from attnlab.nn.layer import Context, Layer, LayerConfig, LayerOut
 from attnlab.nn.mixers.causal_conv import CausalConv
 from attnlab.nn.mixers.gated_conv import GatedConv
 from attnlab.nn.mixers.gated_delta_net import GatedDeltaNet
@@ -25,14 +24,14 @@ from attnlab.nn.mixers.retention import Retention
 from attnlab.nn.mixers.rwkv7 import RWKV7
 from attnlab.nn.mixers.short_conv import ShortConv
 from attnlab.nn.mlp import Mlp
-from attnlab.nn.multihead import MultiHeadAttention
+from attnlab.nn.multihead import AttentionConfig, MultiHeadAttention
 from attnlab.nn.norms import LayerNorm, RMSNorm
-from attnlab.nn.own import register
 from attnlab.nn.positions import LearnedPositions, sinusoidal
 from attnlab.nn.rotations import Rotary, rotary
 from attnlab.nn.seq2seq import Seq2Seq, alignment
 from attnlab.nn.stack import stack_layers, unstack_layers
 from attnlab.nn.stick_breaking import StickBreakingAttention
+from attnlab.nn.transformer import GPT, Block
 
 __all__ = [
     "GPT",
@@ -40,6 +39,7 @@ __all__ = [
     "HGRN2",
     "RWKV7",
     "AdditiveAttention",
+    "AttentionConfig",
     "Block",
     "CausalConv",
     "CausalMixer",
@@ -52,10 +52,10 @@ __all__ = [
     "Head",
     "KVCache",
     "KimiDeltaAttention",
-    "Latent",
     "LatentAttention",
     "LatentCache",
     "Layer",
+    "LayerConfig",
     "LayerNorm",
     "LayerOut",
     "LearnedPositions",
@@ -63,9 +63,9 @@ __all__ = [
     "Mamba2",
     "MixerState",
     "Mlp",
+    "ModelConfig",
     "MultiHeadAttention",
     "RMSNorm",
-    "Recurrence",
     "RecurrentMixer",
     "Retention",
     "Rotary",

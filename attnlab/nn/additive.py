@@ -81,5 +81,5 @@ class AdditiveAttention(checks.MaskedModule):
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "attention_weights", weights()[:, 0])
         values = memory.astype(scores.dtype)[:, :, None]
-        attend = functools.partial(attention, zero_q, zero_k, values, impl="dense", **terms)
-        return taps.attended(self, attend, lambda rows: weights(rows=rows), values)[:, :, 0]
+        z = attention(zero_q, zero_k, values, impl="dense", **terms)
+        return taps.tap(self, "z", taps.attended(self, z, lambda rows: weights(rows=rows), values))[:, :, 0]

@@ -59,3 +59,40 @@ def check_lengths(lengths, tokens, **excluded) -> None:
     for name, value in excluded.items():
         if value is not None:
             raise ValueError(f"lengths are of a sequence that attends to itself: leave out {name}, or give a mask")
+
+
+def check_tokens(config, tokens, caches, segments, lengths) -> None:
+    """Raise ValueError for inputs that a model of this config cannot take."""
+    if jnp.ndim(tokens) != 2:
+        raise ValueError(f"tokens has shape {jnp.shape(tokens)}, expected [batch, length]: add the missing axis")
+    in_range("tokens", tokens, config.vocab_size, remedy="encode the text with the model's tokenizer")
+    check_segments(segments, tokens, caches=caches)
+    check_lengths(lengths, tokens)
+    if caches is None:
+        return
+    alone = hasattr(caches, "length")  # one layer's cache, itself a tuple
+    if alone or len(caches) != config.num_layers:
+        found = f"one {type(caches).__name__}" if alone else f"{len(caches)} of them"
+        remedy = f"make them with model.init_caches(batch={tokens.shape[0]})"
+        raise ValueError(f"caches is {found}, expected a sequence of num_layers = {config.num_layers}: {remedy}")
+    for number, cache in enumerate(caches):
+        config.layer(number).make(config).check_cache(cache, tokens.shape[0], config.width, f"caches[{number}]")
+
+
+def check_outputs(config, tokens, caches, places, targets) -> None:
+    """Raise ValueError for places or targets that do not fit the tokens."""
+    predicted = tokens if places is None else places
+    if places is not None:
+        batch, length = jnp.shape(tokens)
+        if jnp.ndim(places) != 2 or jnp.shape(places)[0] != batch:
+            raise ValueError(f"places has shape {jnp.shape(places)}, expected [{batch}, places]")
+        in_range("places", places, length, remedy="positions of the tokens of this call")
+    if targets is None:
+        return
+    if caches is not None:
+        raise ValueError("targets are for whole sequences: leave out caches")
+    if jnp.shape(targets) != jnp.shape(predicted):
+        raise ValueError(
+            f"targets has shape {jnp.shape(targets)}, expected {jnp.shape(predicted)}, as tokens or places"
+        )
+    in_range("targets", targets, config.vocab_size, remedy="shift the tokens by one")

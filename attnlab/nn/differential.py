@@ -6,9 +6,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from attnlab.nn.multihead import MultiHeadAttention, without_dropout
+from attnlab.nn.multihead import AttentionConfig, MultiHeadAttention, without_dropout
 from attnlab.nn.norms import RMSNorm
 from attnlab.ops.attention import attention, attention_weights
+from attnlab.support.options import FieldError
 
 
 class DifferentialAttention(MultiHeadAttention):
@@ -33,11 +34,7 @@ class DifferentialAttention(MultiHeadAttention):
 
     norm_epsilon: float = 1e-5
 
-    reads: ClassVar[frozenset[str]] = MultiHeadAttention.reads - {"sinks", "value_residual", "output_gate"}
-
-    @classmethod
-    def of_model(cls, model, **fields):
-        return super().of_model(model, **{"norm_epsilon": model.norm_epsilon, **fields})
+    takes: ClassVar[tuple[str, ...]] = ("head_dim", "kv_heads", "qkv_bias", "qk_norm", "qk_norm_joint", "scale", "impl")
 
     def operands(self, batch, length, features):
         q, k, v = super().operands(batch, length, features)
@@ -46,15 +43,9 @@ class DifferentialAttention(MultiHeadAttention):
     def _of_values(self, features):
         heads, size = self._of_keys(features)
         if heads % 2 or self.num_heads % 2:
-            counts = f"num_heads, kv_heads = {self.num_heads}, {heads}"
-            raise ValueError(f"{counts}: expected even numbers, as differential attention has two maps a head")
+            name, odd = ("num_heads", self.num_heads) if self.num_heads % 2 else ("kv_heads", heads)
+            raise FieldError(name, odd, "expected an even number, as differential attention has two maps a head")
         return heads // 2, 2 * size
-
-    def project(self, x, memory, context):
-        for name in ("sinks", "value_residual", "output_gate"):
-            if getattr(self, name):
-                raise ValueError(f"{name} = True: differential attention has none, leave it out")
-        return super().project(x, memory, context)
 
     def attend(self, q, k, v, terms, context):
         share = self._share(q.shape[-1]) + _start(context)
@@ -82,3 +73,10 @@ class DifferentialAttention(MultiHeadAttention):
 def _start(context):
     """λ₀ of the layer."""
     return 0.8 - 0.6 * jnp.exp(-0.3 * context.layer)
+
+
+class DifferentialConfig(AttentionConfig, of=DifferentialAttention, kind="differential"):
+    """Differential attention."""
+
+    def shared(self, model):
+        return super().shared(model) | {"norm_epsilon": model.norm_epsilon}

@@ -76,8 +76,9 @@ class Head(checks.MaskedModule):
         drops = bool(self.dropout_rate) and not deterministic
         if drops:
             terms |= {"dropout_rate": self.dropout_rate, "dropout_key": self.make_rng("dropout")}
-        attend = functools.partial(attention, q, k, v, impl=self.impl, **terms)
-        return taps.attended(self, attend, lambda rows: weights(rows=rows), v, drops=drops)[..., 0, :]
+        z = attention(q, k, v, impl=self.impl, **terms)
+        z = taps.attended(self, z, lambda rows: weights(rows=rows), v, drops=drops)
+        return taps.tap(self, "z", z)[..., 0, :]
 
 
 class StackedHeads(checks.MaskedModule):

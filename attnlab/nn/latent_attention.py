@@ -11,15 +11,14 @@ from jaxtyping import Float
 
 from attnlab.nn import checks, projections, sharding, taps
 from attnlab.nn.cache import LatentCache, step
-from attnlab.nn.groups import group
 from attnlab.nn.layer import Context, Layer, LayerOut
 from attnlab.nn.matrices import Matrix
-from attnlab.nn.multihead import dropout_of, mask_of, seen, without_dropout
+from attnlab.nn.multihead import SoftmaxConfig, dropout_of, mask_of, seen, without_dropout
 from attnlab.nn.norms import RMSNorm
 from attnlab.nn.positions import within_segments
-from attnlab.nn.resolved import resolved, score_mods
 from attnlab.nn.rotations import Rotary, rotary
-from attnlab.ops.attention import attention, attention_weights
+from attnlab.ops.attention import attention, attention_weights, implementations
+from attnlab.support.options import FieldError, option
 from attnlab.types import Array, DType
 
 
@@ -59,52 +58,25 @@ class LatentAttention(checks.MaskedModule, Layer):
     nope_dim: int
     rope_dim: int
     value_dim: int
-    q_rank: int | None = None
+    q_rank: int | None = option("features of the latent of queries; None for queries without one", None, low=1)
     use_bias: bool = False
     mask: checks.MaskLike | None = None
     score_mod: object = None
     dropout_rate: float = 0.0
     rotary: float | Rotary | None = None
-    scale: float | None = None
+    scale: float | None = option("factor of attention logits; None for 1/√(N + D)", None, low=1e-9, high=1e6)
     norm_epsilon: float = 1e-6
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     out_kernel_init: nn.initializers.Initializer | None = None
     dtype: DType | None = None
-    impl: str = "auto"
+    impl: str = option("backend of the operator", "auto", choices=("auto", *implementations()))
 
-    reads: ClassVar[frozenset[str]] = frozenset(
-        (
-            *("num_heads", "latent", "attention_bias", "score_scale", "soft_cap", "impl", "mask", "score_mod"),
-            *("rotary", "alibi"),
-        )
-    )
     operator: ClassVar[str | None] = "attention"
-
-    @classmethod
-    def of_model(cls, model, **fields) -> "LatentAttention":
-        """The layer of a `GPT`, or of `config.model`; `fields` are those that depend on the kind of layer."""
-        sizes, of_head = group(model, "latent"), max(1, model.width // model.num_heads)
-        nope_dim = sizes.nope_dim or of_head
-        options = {
-            "num_heads": model.num_heads,
-            "kv_rank": sizes.kv_rank or 4 * of_head,
-            "nope_dim": nope_dim,
-            "rope_dim": sizes.rope_dim or max(2, nope_dim // 4 * 2),
-            "value_dim": sizes.value_dim or nope_dim,
-            "q_rank": sizes.q_rank,
-            "use_bias": resolved(model).attention_bias,
-            "score_mod": score_mods(model) or None,
-            "dropout_rate": model.dropout,
-            "scale": model.score_scale,
-            "impl": model.impl,
-            "parent": None,
-        }
-        return cls(**options | fields)
 
     def init_cache(self, batch: int, features: int, capacity: int = 0) -> LatentCache:
         """An empty cache for `capacity` positions; `features` is the input's width."""
         if self.rope_dim % 2:
-            raise ValueError(f"rope_dim = {self.rope_dim}: expected an even number, as pairs of features are rotated")
+            raise FieldError("rope_dim", self.rope_dim, "expected an even number, as pairs of features are rotated")
         return LatentCache.empty(batch, capacity, self.kv_rank, self.rope_dim, self.dtype or jnp.float32)
 
     def operands(self, batch: int, length: int, features: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -128,7 +100,7 @@ class LatentAttention(checks.MaskedModule, Layer):
             terms |= {"q_positions": positions, "kv_positions": kv_positions}
         latent, rotated = (y.astype(query[0].dtype) for y in (latent, rotated))
         z = self._attend(query, latent, rotated, terms | {"mask": mask}, is_step)
-        return LayerOut(projections.out(self, x.shape[-1], use_bias=self.use_bias)(z), cache)
+        return LayerOut(projections.out(self, z, x.shape[-1], use_bias=self.use_bias), cache)
 
     def _project(self, x, positions):
         """Queries (`[B, T, H, N]`, rotated `[B, T, H, D]`), latents `[B, T, R]`, rotated parts of keys `[B, T, D]`."""
@@ -161,8 +133,7 @@ class LatentAttention(checks.MaskedModule, Layer):
         if is_step and query[0].shape[1] < self._break_even and not taps.is_used(self):
             plain = jnp.einsum("bthn,rhn->bthr", query[0], key)
             q, k = jnp.concatenate([plain, query[1]], axis=-1), jnp.concatenate([latent, rotated], axis=-1)
-            z = jnp.einsum("bthr,rhv->bthv", attend(q, k[..., None, :], latent[..., None, :]), value)
-            return sharding.constrain(z, "batch", "length", "heads", None)
+            return jnp.einsum("bthr,rhv->bthv", attend(q, k[..., None, :], latent[..., None, :]), value)
         q = jnp.concatenate(query, axis=-1)
         k, v = jnp.einsum("bsr,rhn->bshn", latent, key), jnp.einsum("bsr,rhv->bshv", latent, value)
         shared = jnp.broadcast_to(rotated[..., None, :], (*k.shape[:-1], self.rope_dim))
@@ -173,7 +144,7 @@ class LatentAttention(checks.MaskedModule, Layer):
         def weights(rows=None):
             return attention_weights(q, k, rows=rows, **without_dropout(terms))
 
-        return seen(self, attend(q, k, v), weights, v, None, "dropout_rate" in terms)
+        return seen(self, attend(q, k, v), weights, v, "dropout_rate" in terms)
 
     @property
     def _break_even(self) -> float:
@@ -202,3 +173,27 @@ class _Kernel(nn.Module):
             return matrix.reshape(self.shape)
 
         return self.param("kernel", init)
+
+
+class LatentConfig(SoftmaxConfig, of=LatentAttention, kind="latent"):
+    """Multi-head latent attention; sizes for None as in DeepSeek-AI 2024 (arXiv 2405.04434), section 3.1.2."""
+
+    kv_rank: int | None = option("features of the latent of keys and values; None for 4·width / num_heads", None, low=1)
+    nope_dim: int | None = option("features of a key without rotary position; None for width / num_heads", None, low=1)
+    rope_dim: int | None = option("rotated features of a key, shared by all heads; None for half nope_dim", None, low=2)
+    value_dim: int | None = option("features of a value; None for nope_dim", None, low=1)
+
+    def shared(self, model):
+        of_head = max(1, model.width // self.num_heads(model))
+        nope_dim = self.nope_dim or of_head
+        return super().shared(model) | {
+            "kv_rank": self.kv_rank or 4 * of_head,
+            "nope_dim": nope_dim,
+            "rope_dim": self.rotated_features(model),
+            "value_dim": self.value_dim or nope_dim,
+        }
+
+    def rotated_features(self, model) -> int:
+        """D, the features of the rotated part of a key."""
+        nope_dim = self.nope_dim or max(1, model.width // self.num_heads(model))
+        return self.rope_dim or max(2, nope_dim // 4 * 2)

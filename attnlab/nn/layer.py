@@ -1,5 +1,7 @@
 """The protocol of a layer: what blocks, stacks, `attnlab.see`, checks and user-defined layers speak."""
 
+import dataclasses
+import inspect
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -10,6 +12,7 @@ from jaxtyping import Float, Int
 from attnlab.nn.checks import MaskLike, check_lengths, check_segments
 from attnlab.ops.checks import known_keywords
 from attnlab.ops.masks import Mask
+from attnlab.support.options import FieldError, check_values, options
 from attnlab.types import Array
 
 
@@ -59,7 +62,9 @@ class LayerOut(NamedTuple):
 
 
 class Layer(nn.Module):
-    """A module that mixes tokens, or a block around one. Subclasses define `forward`, and `init_cache`.
+    """A module that mixes tokens, or a block around one. Subclasses define `forward`, and `init_cache` to decode.
+
+    A cache is a tuple or a dataclass with `length`, int `[B]`; arrays that grow with its capacity have it as axis 1.
 
     >>> class Mean(Layer):  # of a token and the one before it
     ...     def forward(self, x, context, cache=None):
@@ -69,6 +74,7 @@ class Layer(nn.Module):
     """
 
     operator: ClassVar[str | None] = None  # the function of `attnlab` that mixes the tokens
+    takes: ClassVar[tuple[str, ...] | None] = None  # a base class's options that the layer has; None for all
     value_residual = False  # whether it returns its values, and takes the first layer's
     dropout_rate = 0.0
 
@@ -114,10 +120,10 @@ class Layer(nn.Module):
             layer cannot have.
           flax.errors.InvalidRngError: dropout is on, but there is neither `dropout_key` nor a `dropout` rng.
         """
-        return self._plain(x, Context(mask, segments, lengths, None, dropout_key), deterministic, cache)
+        return self._checked_call(x, Context(mask, segments, lengths, None, dropout_key), deterministic, cache)
 
-    def _plain(self, x, context: Context, deterministic: bool, cache, **others):
-        """`forward` as a call of Flax: its arguments checked, its result without a record around it."""
+    def _checked_call(self, x, context: Context, deterministic: bool, cache, **others):
+        """Check the arguments, call `forward`, and unpack its `LayerOut`."""
         if jnp.ndim(x) != 3:
             raise ValueError(
                 f"the inputs of {type(self).__name__} have shape {jnp.shape(x)}, expected [batch, length, features]"
@@ -135,6 +141,14 @@ class Layer(nn.Module):
             key = self.make_rng("dropout")
         found = self.forward(x, context._replace(dropout_key=key), cache, **others)
         return found.out if cache is None else (found.out, found.cache)
+
+    def check_options(self) -> None:
+        """Raise FieldError for an option of a base class that is set, and that the layer does not take."""
+        for field in dataclasses.fields(self):
+            is_taken = "option" not in field.metadata or field in option_fields(type(self))
+            if not is_taken and getattr(self, field.name) != field.default:
+                expected = f"{type(self).__name__} has no such option: remove it"
+                raise FieldError(field.name, getattr(self, field.name), expected)
 
     def check_cache(self, cache, batch: int, features: int, name: str = "cache") -> None:
         """Raise ValueError unless a cache has the type and the shapes of `init_cache`, for some capacity."""
@@ -159,3 +173,84 @@ class Layer(nn.Module):
 
 def _paths(leaves) -> str:
     return ", ".join(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """A kind of layer and its options, in a model. Subclasses are frozen dataclasses without a decorator.
+
+    The options are the fields that the layer's module declares by `option`, with the same defaults, and the fields of
+    the config itself, which stands in the layer's file. A field that is a `ClassVar` is no option.
+
+    >>> class Identity(Layer):
+    ...     def forward(self, x, context, cache=None):
+    ...         return LayerOut(x)
+    >>> class IdentityConfig(LayerConfig, of=Identity, kind="identity"):
+    ...     pass
+    >>> IdentityConfig()
+    IdentityConfig()
+
+    Attributes:
+      kind: the word in `layers`; on a command line options are `--config.model.KIND.OPTION`.
+      module: the class of the layer.
+    """
+
+    kind: ClassVar[str] = ""
+    module: ClassVar[type[Layer]] = Layer
+    heads = rotary = None  # a kind without such an option
+    value_residual = False
+
+    def __init_subclass__(cls, of: type[Layer] | None = None, kind: str = ""):
+        cls.kind = kind or cls.kind
+        own = dict(inspect.get_annotations(cls))
+        if of is not None:
+            known, declared = {field.name for field in dataclasses.fields(cls)}, option_fields(of)
+            missing = {field.name for field in option_fields(cls.module)} - {field.name for field in declared}
+            added = {field.name: field for field in declared if field.name not in known | own.keys()}
+            for name, field in added.items():
+                setattr(cls, name, dataclasses.field(default=field.default, metadata=field.metadata))
+            # A class variable is no field, also where a base has one.
+            removed = dict.fromkeys(missing & known - own.keys(), ClassVar[Any])
+            cls.module, cls.__annotations__ = of, {name: field.type for name, field in added.items()} | removed | own
+        dataclasses.dataclass(frozen=True)(cls)
+
+    def __post_init__(self):
+        declared = {name: each for name, each in options(type(self)).items() if "." not in name}
+        try:
+            check_values(declared, vars(self))
+        except FieldError as error:
+            raise error.within(self.kind) from None
+
+    def make(self, model) -> Layer:
+        """The layer of a `ModelConfig`, without a parent."""
+        chosen = {field.name: getattr(self, field.name) for field in option_fields(self.module)}
+        return self.module(**chosen | self.shared(model), parent=None)
+
+    def shared(self, model) -> dict[str, Any]:
+        """The fields of the module that depend on the model: the type, heads and initializers, of those that it has."""
+        values = {
+            "dtype": model.dtype,
+            "num_heads": self.heads or model.num_heads,
+            "kernel_init": model.kernel_init,
+            "out_kernel_init": model.out_kernel_init,
+        }
+        known = {field.name for field in dataclasses.fields(self.module)}
+        return {name: value for name, value in values.items() if name in known}
+
+    def check(self, model) -> None:
+        """Raise FieldError for options that do not fit one another, or the model's."""
+        try:
+            with jax.enable_x64(True):  # a model of float64 may be described where JAX has none
+                jax.eval_shape(lambda: self.make(model).init_cache(1, model.width, 1))
+        except FieldError as error:
+            if error.field == "num_heads" and self.heads is None:  # the model's
+                raise
+            name = "heads" if error.field == "num_heads" else error.field
+            raise FieldError(f"{self.kind}.{name}", error.value, error.expected) from None
+
+
+def option_fields(module: type[Layer]) -> list[dataclasses.Field]:
+    """The options of a layer: the fields that it declares, and the fields of base classes that it takes."""
+    own, takes = inspect.get_annotations(module), module.takes
+    fields = (field for field in dataclasses.fields(module) if "option" in field.metadata)
+    return [field for field in fields if takes is None or field.name in takes or field.name in own]

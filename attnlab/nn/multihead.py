@@ -6,20 +6,21 @@ from typing import ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int
 
 from attnlab.nn import checks, projections, sharding, taps
 from attnlab.nn.cache import KVCache, step
-from attnlab.nn.layer import Context, Layer, LayerOut
+from attnlab.nn.layer import Context, Layer, LayerConfig, LayerOut
 from attnlab.nn.norms import make_norm
 from attnlab.nn.positions import within_segments
-from attnlab.nn.resolved import as_tuple, resolved, score_mods
 from attnlab.nn.rotations import Rotary, rotary
-from attnlab.ops.attention import attention, attention_weights
+from attnlab.ops.attention import attention, attention_weights, implementations
 from attnlab.ops.checks import known_keywords
 from attnlab.ops.cpu import products
-from attnlab.ops.masks import Mask, Padding, Segments, join
-from attnlab.ops.score_mods import Forget
+from attnlab.ops.masks import Causal, Dense, Mask, Padding, Segments, SlidingWindow, join
+from attnlab.ops.score_mods import ALiBi, Forget, ScoreMod, SoftCap, alibi_slopes
+from attnlab.support.options import FieldError, option
 from attnlab.types import Array, DType
 
 
@@ -77,62 +78,30 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
     """
 
     num_heads: int
-    head_dim: int | None = None
+    head_dim: int | None = option("features of a head, D; None for width / num_heads", None, low=1)
     out_features: int | None = None
-    kv_heads: int | None = None
+    kv_heads: int | None = option("key and value heads, a divisor of num_heads; None for num_heads", None, low=1)
     use_bias: bool = True
-    qkv_bias: bool | None = None
+    qkv_bias: bool | None = option("biases of queries, keys and values; None for use_bias", None)
     mask: checks.MaskLike | None = None
     score_mod: object = None
     dropout_rate: float = 0.0
     rotary: float | Rotary | None = None
-    qk_norm: bool = False
-    sinks: bool = False
+    qk_norm: bool = option("normalize queries and keys, which keeps large learning rates stable", False)
+    sinks: bool = option("a learned extra logit for each head, see attnlab.attention", False)
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     out_kernel_init: nn.initializers.Initializer | None = None
     dtype: DType | None = None
-    impl: str = "auto"
-    qk_norm_joint: bool = False
+    impl: str = option("backend of the operator", "auto", choices=("auto", *implementations()))
+    qk_norm_joint: bool = option("qk_norm over the features of all heads together", False)
     norm: str = "layer"
     norm_epsilon: float = 1e-6
-    scale: float | None = None
-    value_residual: bool = False
+    scale: float | None = option("factor of attention logits; None for 1/√head_dim", None, low=1e-9, high=1e6)
+    value_residual: bool = option("mix the values of each layer with the first layer's (Zhou et al. 2024)", False)
     forget_gate: bool = False
-    output_gate: bool = False
+    output_gate: bool = option("multiply the outputs of heads by a learned gate (Qiu et al. 2025)", False)
 
-    reads: ClassVar[frozenset[str]] = frozenset(
-        (
-            *("num_heads", "head_dim", "kv_heads", "attention_bias", "qkv_bias", "qk_norm", "qk_norm_joint"),
-            *("soft_cap", "score_scale", "sinks", "output_gate", "value_residual", "impl", "mask", "score_mod"),
-            *("rotary", "alibi"),
-        )
-    )  # the options of a `GPT` that `of_model` depends on
     operator: ClassVar[str | None] = "attention"
-
-    @classmethod
-    def of_model(cls, model, **fields) -> "MultiHeadAttention":
-        """The layer of a `GPT`, or of `config.model`; `fields` are those that depend on the kind of layer."""
-        sizes = resolved(model)
-        norm = {"norm": model.norm, "norm_epsilon": model.norm_epsilon}
-        options = {
-            "num_heads": model.num_heads,
-            "head_dim": sizes.head_dim,
-            "kv_heads": sizes.kv_heads,
-            "use_bias": sizes.attention_bias,
-            "qkv_bias": sizes.qkv_bias,
-            "score_mod": score_mods(model) or None,
-            "dropout_rate": model.dropout,
-            "qk_norm": model.qk_norm,
-            "qk_norm_joint": model.qk_norm_joint,
-            "scale": model.score_scale,
-            "sinks": model.sinks,
-            "value_residual": model.value_residual,
-            "output_gate": model.output_gate,
-            "impl": model.impl,
-            "parent": None,
-            **({} if model.norm == "layer" else norm),  # ε of layer norms is Flax's, 1e-6
-        }
-        return cls(**options | fields)
 
     def init_cache(self, batch: int, features: int, capacity: int = 0) -> KVCache:
         """An empty cache for `capacity` positions; `features` is the input's width."""
@@ -184,9 +153,9 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         """
         context = Context(mask, segments, lengths, positions, dropout_key)
         if inputs_kv is None:
-            return self._plain(inputs_q, context, deterministic, cache)
+            return self._checked_call(inputs_q, context, deterministic, cache)
         self._check_cross(cache)
-        return self._plain(inputs_q, context, deterministic, cache, inputs_kv=inputs_kv)
+        return self._checked_call(inputs_q, context, deterministic, cache, inputs_kv=inputs_kv)
 
     @nn.compact
     def forward(
@@ -206,12 +175,14 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         if inputs_kv is not None:
             terms["kv_positions"] = None
         z, weights = self.attend(q, k, v, terms, context)
-        z = seen(self, z, weights, v, lambda z: self.after(z, own, x, context), "dropout_rate" in terms)
-        out = projections.out(self, self.out_features or x.shape[-1], use_bias=self.use_bias)(z)
+        z = seen(self, z, weights, v, "dropout_rate" in terms)
+        z = self.after(z, own, x, context)
+        out = projections.out(self, z, self.out_features or x.shape[-1], use_bias=self.use_bias)
         return LayerOut(out, cache, own if self.value_residual else None)
 
     def project(self, x, memory, context: Context):
         """Queries of x, keys and values of the memory, `[B, T, heads, D]`, normalized and rotated."""
+        self.check_options()
         width, (kv_heads, head_dim) = x.shape[-1], self._of_keys(x.shape[-1])
         if self.head_dim is None and width % self.num_heads:
             raise ValueError(f"width {width} is not divisible by {self.num_heads} heads: change one, or give head_dim")
@@ -294,6 +265,118 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape) if self.qk_norm_joint else norm(x)
 
 
+class SoftmaxConfig(LayerConfig):
+    """A kind of softmax attention to the tokens before, all or the last `window`.
+
+    Attributes:
+      mask: and-ed with the causal mask or the window.
+      score_mod: one or several, after the soft cap and ALiBi.
+    """
+
+    heads: int | None = option("query heads, H; None for num_heads", None, low=1)
+    window: int | None = option("positions that a token attends to, including itself; None for all", None, low=1)
+    use_bias: bool | None = option("biases of the projections; None for the model's use_bias", None)
+    soft_cap: float | None = option(
+        "limit of attention logits (Gemma Team 2024); None for no limit", None, low=1e-3, high=1e6
+    )
+    rotary: Rotary = Rotary()
+    mask: checks.MaskLike | None = None
+    score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None
+
+    def __post_init__(self):
+        if isinstance(self.mask, jax.Array | np.ndarray):
+            object.__setattr__(self, "mask", Dense(self.mask))
+        super().__post_init__()
+
+    def shared(self, model):
+        heads, mask = self.num_heads(model), Causal() if self.window is None else SlidingWindow(left=self.window - 1)
+        cap = () if self.soft_cap is None else (SoftCap(self.soft_cap),)
+        alibi = (ALiBi(alibi_slopes(heads)),) if model.position_encoding == "alibi" else ()
+        return super().shared(model) | {
+            "num_heads": heads,
+            "use_bias": model.use_bias if self.use_bias is None else self.use_bias,
+            "mask": join(mask, self.mask),
+            "score_mod": (*cap, *alibi, *as_tuple(self.score_mod)) or None,
+            "rotary": self.rotary if model.position_encoding == "rotary" else None,
+            "dropout_rate": model.dropout,
+            "kernel_init": model.kernel_init,
+            "out_kernel_init": model.out_kernel_init,
+        }
+
+    def num_heads(self, model) -> int:
+        """H of the layer in a model."""
+        return self.heads or model.num_heads
+
+    def check(self, model):
+        super().check(model)
+        if self.rotary is not None and model.position_encoding == "rotary":
+            try:
+                self.rotary.check(self.rotated_features(model))
+            except FieldError as error:
+                raise error.within("rotary").within(self.kind) from None
+
+
+class AttentionConfig(SoftmaxConfig, of=MultiHeadAttention, kind="attention"):
+    """Softmax attention."""
+
+    qk_norm: bool = option("normalize queries and keys, which keeps large learning rates stable", True)
+
+    def shared(self, model):
+        shared, heads = super().shared(model), self.num_heads(model)
+        norm = {} if model.norm == "layer" else {"norm": model.norm, "norm_epsilon": model.norm_epsilon}
+        return (
+            shared
+            | norm
+            | {  # ε of layer norms is Flax's, 1e-6
+                "head_dim": self.head_dim or model.width // heads,
+                "kv_heads": self.kv_heads or heads,
+                "qkv_bias": shared["use_bias"] if self.qkv_bias is None else self.qkv_bias,
+            }
+        )
+
+    def rotated_features(self, model) -> int:
+        """D, the features of a head."""
+        return self.head_dim or model.width // self.num_heads(model)
+
+    def check(self, model):
+        heads, width = self.num_heads(model), model.width
+        if self.head_dim is None and width % heads:
+            near = max(1, round(width / heads)) * heads
+            expected = f"expected a multiple of num_heads = {heads}, e.g. {near}; or give {self.kind}.head_dim"
+            raise FieldError("width", width, expected)
+        if self.kv_heads and heads % self.kv_heads:
+            expected = f"expected a divisor of num_heads = {heads}, e.g. 1"
+            raise FieldError(f"{self.kind}.kv_heads", self.kv_heads, expected)
+        if self.qk_norm_joint and not self.qk_norm:
+            raise FieldError(f"{self.kind}.qk_norm_joint", True, "expected False, as qk_norm is; or set both")
+        super().check(model)
+
+
+class LocalConfig(AttentionConfig, kind="local"):
+    """Attention to the last `window` tokens, beside layers of another kind."""
+
+    def check(self, model):
+        if self.window is None:
+            raise FieldError("local.window", None, "expected the positions that a token attends to")
+        super().check(model)
+
+
+class ForgetConfig(AttentionConfig, kind="forget"):
+    """Attention with a forget gate in place of rotary positions (Lin et al. 2025)."""
+
+    rotary: ClassVar[None] = None
+
+    def shared(self, model):
+        return super().shared(model) | {"forget_gate": True, "rotary": None}
+
+
+def as_tuple(score_mod) -> tuple[ScoreMod, ...]:
+    """A score mod, several, or None, as a tuple."""
+    if score_mod is None:
+        return ()
+    return score_mod if isinstance(score_mod, tuple) else (score_mod,)
+
+
 def mask_of(layer, context: Context, cache) -> Mask | None:
     """The keys that the tokens of a call may attend to, by the layer, the caller, their documents and padding."""
     mask = context.mask if context.segments is None else join(context.mask, Segments(context.segments))
@@ -313,9 +396,8 @@ def without_dropout(terms: dict) -> dict:
     return {name: value for name, value in terms.items() if not name.startswith("dropout")}
 
 
-def seen(layer: nn.Module, z, weights: Callable, v, after: Callable | None, drops: bool):
-    """The input of the output projection, `after(z)`, with the taps of `attnlab.see` and sown weights."""
+def seen(layer: nn.Module, z, weights: Callable, v, drops: bool):
+    """The operator's output z with the tap of `attnlab.see` at the pattern, which is also sown."""
     if layer.is_mutable_collection("intermediates"):
         layer.sow("intermediates", "attention_weights", weights())
-    z = taps.attended(layer, lambda: z, weights, v, after=after, drops=drops)
-    return sharding.constrain(z, "batch", "length", "heads", None)
+    return taps.attended(layer, z, weights, v, drops=drops)

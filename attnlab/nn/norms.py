@@ -8,6 +8,8 @@ from attnlab.ops.cpu import pointwise
 from attnlab.types import Array, DType
 
 NORMS = ("layer", "rms", "rms_plus_one")
+NORM_AT = ("before", "after", "both")  # of a layer of a block
+NORM_EPSILON = 1e-5  # GPT-2's
 
 
 class LayerNorm(nn.Module):

@@ -1,9 +1,11 @@
 """The projections to heads and back that layers of attention and recurrent mixers share."""
 
 import flax.linen as nn
+from jaxtyping import Float
 
+from attnlab.nn import sharding, taps
 from attnlab.ops.cpu import products
-from attnlab.types import DType
+from attnlab.types import Array, DType
 
 
 def dense(
@@ -20,8 +22,9 @@ def dense(
     )
 
 
-def out(layer: nn.Module, features: int, *, use_bias: bool) -> nn.DenseGeneral:
-    """The projection "out" of `[..., H, V]` to `[..., features]`, with the initializers and the type of a layer."""
+def out(layer: nn.Module, z: Float[Array, "B T H V"], features: int, *, use_bias: bool) -> Float[Array, "B T F"]:
+    """z to `[B, T, features]` by the projection "out", with a layer's initializers and type; `attnlab.see` taps z."""
+    z = sharding.constrain(taps.tap(layer, "z", z), "batch", "length", "heads", None)
     return nn.DenseGeneral(
         features,
         axis=(-2, -1),
@@ -30,4 +33,4 @@ def out(layer: nn.Module, features: int, *, use_bias: bool) -> nn.DenseGeneral:
         kernel_init=layer.out_kernel_init or layer.kernel_init,
         name="out",
         dot_general=products.dot_general,
-    )
+    )(z)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from attnlab.support.options import first_problem, option, options
+from attnlab.support.options import FieldError, check_values, option, options
 from attnlab.types import Array
 
 SCALINGS = ("none", "linear", "llama3", "yarn")
@@ -51,28 +51,28 @@ class Rotary:
         """R, the number of features that are rotated."""
         return int(head_dim * self.fraction)
 
+    def __post_init__(self):
+        check_values(options(Rotary), vars(self))
+
     def check(self, head_dim: int) -> None:
-        """Raise ValueError unless heads of `head_dim` features can be rotated by these options."""
-        if problem := first_problem(options(Rotary), vars(self)):
-            raise ValueError(f"rotary.{problem}")
+        """Raise FieldError unless heads of `head_dim` features can be rotated by these options."""
         if (rotated := self.rotated(head_dim)) < 2 or rotated % 2:
-            raise ValueError(
-                f"rotary.fraction = {self.fraction}: rotates {rotated} of the {head_dim} features of a head, in pairs: "
-                "expected an even number of 2 or more"
+            expected = "expected an even number of 2 or more"
+            raise FieldError(
+                "fraction",
+                self.fraction,
+                f"rotates {rotated} of the {head_dim} features of a head, in pairs: {expected}",
             )
         if self.scaling in _FAST_TURNS:
             if self.original_context < 1:
-                raise ValueError(
-                    f"rotary.original_context = {self.original_context}: {self.scaling!r} needs the number of "
-                    "positions that the model was trained on"
-                )
+                expected = f"{self.scaling!r} needs the number of positions that the model was trained on"
+                raise FieldError("original_context", self.original_context, expected)
             if self.slow_turns >= self._fast_turns:
-                raise ValueError(
-                    f"rotary.slow_turns = {self.slow_turns}: expected a number below fast_turns = {self._fast_turns}"
-                )
+                expected = f"expected a number below fast_turns = {self._fast_turns}"
+                raise FieldError("slow_turns", self.slow_turns, expected)
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Radians per position of each pair, float32 `[R/2]`; ValueError as for `check`."""
+        """Radians per position of each pair, float32 `[R/2]`; FieldError as for `check`."""
         self.check(head_dim)
         rotated = self.rotated(head_dim)
         # In float64 on the host: the rounding error of a float32 power is multiplied by the position.

@@ -18,7 +18,6 @@ from flax.core.scope import is_filter_empty
 from jax.sharding import NamedSharding, PartitionSpec
 
 from attnlab.nn import sharding
-from attnlab.nn.kinds import pattern_of
 from attnlab.nn.layer import Context, LayerOut
 from attnlab.nn.remat import remat_policy
 from attnlab.ops import dropout
@@ -145,8 +144,8 @@ def fold(model, x, context: Context, keys, caches):
     if not is_stacked(params):
         return _one_by_one(model, x, context, keys, caches)
     stacks, alone = _stacks(params), sum(bool(re.fullmatch(r"block_\d+", name)) for name in params)
-    if (found := _turns(stacks) * len(stacks) + alone) != model.num_layers:
-        raise ValueError(f"params have {found} stacked layers, expected num_layers = {model.num_layers}")
+    if (found := _turns(stacks) * len(stacks) + alone) != model.config.num_layers:
+        raise ValueError(f"params have {found} stacked layers, expected num_layers = {model.config.num_layers}")
     others = any(model.variables[name] for name in model.variables if name != "params")
     if caches is None and not others and is_filter_empty(model.scope.mutable):
         return _in_a_loop(model, x, context, keys, params), None
@@ -161,12 +160,12 @@ def fold(model, x, context: Context, keys, caches):
 def _one_by_one(model, x, context, keys, caches):
     """Run the layers as modules, whose parameters are `block_0`, `block_1`, …."""
     gathers = not model.is_initializing() and sharding.is_active(x)
-    recomputes, policy = remat_policy(model.remat, gathers=gathers, loop=False)
+    recomputes, policy = remat_policy(model.config.remat, gathers=gathers, loop=False)
     forward = sharding.gathering(model, lambda block, *args: block.forward(*args))
     if recomputes and caches is None:
         forward = nn.remat(forward, policy=policy)
     extended = []
-    for layer in range(model.num_layers):
+    for layer in range(model.config.num_layers):
         cache = None if caches is None else caches[layer]
         found = forward(model.block(layer), x, _at(context, layer, keys), cache)
         x, context = found.out, _with_values(context, found)
@@ -177,10 +176,10 @@ def _one_by_one(model, x, context, keys, caches):
 def _in_a_loop(model, x, context, keys, params):
     """Run the layers as one loop over stacks: one pattern is compiled, whatever the depth."""
     stacks = _stacks(params)
-    places, period = len(stacks), math.lcm(len(stacks), len(pattern_of(model)))
+    places, period = len(stacks), math.lcm(len(stacks), len(model.config.layers))
     stacked_layers = _turns(stacks) * places
     blocks = [model.block(layer).clone(parent=None, name=None) for layer in range(period)]
-    recomputes, policy = remat_policy(model.remat, gathers=sharding.is_active(x), loop=True)
+    recomputes, policy = remat_policy(model.config.remat, gathers=sharding.is_active(x), loop=True)
 
     def forward(block, params, x, context, layer, keys):
         params = sharding.gathered(params, model.dtype)
@@ -208,7 +207,7 @@ def _in_a_loop(model, x, context, keys, params):
         return x, None
 
     # With value residuals the first period gives its values to the others; an incomplete one is the last.
-    start = min(period, model.num_layers) if any(block.value_residual for block in blocks) else 0
+    start = min(period, model.config.num_layers) if any(block.value_residual for block in blocks) else 0
     for layer in range(start):
         x, context = alone(x, context, layer)
     steps = max(0, stacked_layers - start) // period
@@ -220,7 +219,7 @@ def _in_a_loop(model, x, context, keys, params):
 
     if steps:
         x = jax.lax.scan(step, x, (jax.tree.map(by_step, stacks), jnp.arange(start, end, period)))[0]
-    for layer in range(end, model.num_layers):
+    for layer in range(end, model.config.num_layers):
         x, context = alone(x, context, layer)
     return x
 

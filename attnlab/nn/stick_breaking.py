@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from attnlab.nn.multihead import MultiHeadAttention
+from attnlab.nn.multihead import AttentionConfig, MultiHeadAttention
 from attnlab.ops.stick_breaking import stick_breaking_attention, stick_breaking_weights
 
 
@@ -22,17 +22,14 @@ class StickBreakingAttention(MultiHeadAttention):
     (2, 5, 8)
     """
 
-    reads: ClassVar[frozenset[str]] = MultiHeadAttention.reads - frozenset(
-        ("soft_cap", "sinks", "impl", "score_mod", "rotary", "alibi")
-    )
     operator: ClassVar[str | None] = "stick_breaking_attention"
-
-    @classmethod
-    def of_model(cls, model, **fields):
-        return super().of_model(model, **{"dropout_rate": 0.0, **fields})
+    takes: ClassVar[tuple[str, ...]] = (
+        *("head_dim", "kv_heads", "qkv_bias", "qk_norm", "qk_norm_joint", "scale", "impl"),
+        *("value_residual", "output_gate"),
+    )
 
     def project(self, x, memory, context):
-        unset = {"score_mod": None, "dropout_rate": 0.0, "sinks": False, "forget_gate": False}
+        unset = {"score_mod": None, "dropout_rate": 0.0, "forget_gate": False}
         for name, value in unset.items():
             if getattr(self, name) != value:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: stick-breaking attention has none, leave it out")
@@ -50,3 +47,14 @@ class StickBreakingAttention(MultiHeadAttention):
 
         out = stick_breaking_attention(q, k.astype(q.dtype), v.astype(q.dtype), impl=self.impl, **options)
         return out, weights
+
+
+class StickBreakingConfig(AttentionConfig, of=StickBreakingAttention, kind="stick_breaking"):
+    """Stick-breaking attention."""
+
+    soft_cap: ClassVar[None] = None
+    rotary: ClassVar[None] = None
+    score_mod: ClassVar[None] = None
+
+    def shared(self, model):
+        return super().shared(model) | {"score_mod": None, "dropout_rate": 0.0}

@@ -83,24 +83,15 @@ def tap(module, name: str, value):
     return value
 
 
-def attended(
-    module,
-    attend: Callable,
-    weights: Callable,
-    v: Float[Array, "*B Tk Hk Dv"],
-    *,
-    after: Callable | None = None,
-    drops: bool = False,
-):
-    """The input z of attention's output projection, `[..., Tq, H, Dv]`, through the taps at the pattern and at z.
+def attended(module, z, weights: Callable, v: Float[Array, "*B Tk Hk Dv"], *, drops: bool = False):
+    """The operator's output z = pattern·v, `[..., Tq, H, Dv]`, through the tap at the pattern.
 
-    `attend()` returns the operator's output, pattern·v, `weights(rows)` the pattern `[..., H, Rq, Tk]` of the query
-    indices `rows` (None for all), `after(output)` is z, such as the output times a gate, and the output itself for
-    None, and `drops` tells whether the output has dropout. An edited pattern p' changes the output by (p' − p)·v, so
-    that an edit which changes nothing leaves every bit as it is, and the operator's kernel computes it in both cases.
+    `weights(rows)` returns the pattern `[..., H, Rq, Tk]` of the query indices `rows` (None for all), and `drops` tells
+    whether z has dropout. An edited pattern p' changes z by (p' − p)·v, so that an edit which changes nothing leaves
+    every bit as it is, and the operator's kernel computes it in both cases.
     """
     port = LinenPort(module) if isinstance(module, nn.Module) else module
-    z, edit = attend(), port.edit("pattern")
+    edit = port.edit("pattern")
     if edit is not None:
         if drops:
             raise ValueError(
@@ -118,7 +109,7 @@ def attended(
         expected = _weighted(pattern, v, jnp.abs(pattern))
         apart = jnp.abs(z.astype(expected.dtype) - expected).max(initial=0)
         port.send(MISMATCH, apart / jnp.maximum(jnp.abs(expected).max(initial=0), jnp.finfo(expected.dtype).tiny))
-    return tap(port, "z", z if after is None else after(z))
+    return z
 
 
 def _weighted(pattern, v, weights):

@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from attnlab.config import ParallelFields, RunConfig, completed
 from attnlab.nn import GPT
-from attnlab.nn.kinds import kind_of, kinds_of
 from attnlab.ops.context import context_parallel
 from attnlab.planning import programs
 from attnlab.planning.programs import Program
@@ -29,7 +28,7 @@ class Plan:
     """A run as compiled for a topology."""
 
     name: str
-    config: ConfigDict  # as compiled: `pmap` is planned as a mesh
+    config: RunConfig  # as compiled: `pmap` is planned as a mesh
     topology: Topology
     mesh: dict[str, int]
     vocab_size: int
@@ -84,9 +83,9 @@ def _sizes(step: Program) -> dict:
     return sizes | {"compile_seconds": round(step.compile_seconds, 2)}
 
 
-def plan(config: ConfigDict, topology: Topology, vocab_size: int | None = None, name: str = "") -> Plan:
+def plan(config: ConfigDict | RunConfig, topology: Topology, vocab_size: int | None = None, name: str = "") -> Plan:
     """Compile a run for a topology; nothing runs, and no text is read."""
-    config, notes = _as_mesh(config, topology)
+    config, notes = _as_mesh(completed(config), topology)
     config, vocab_size, assumed = vocabulary(config, vocab_size, topology.devices[0])
     notes += assumed
     parallel = parallel_lib.from_config(config, devices=topology.devices)
@@ -103,7 +102,7 @@ def plan(config: ConfigDict, topology: Topology, vocab_size: int | None = None, 
         config=experiment.config,
         topology=topology,
         mesh=dict(parallel.mesh.shape),
-        vocab_size=experiment.model.vocab_size,
+        vocab_size=experiment.model.config.vocab_size,
         parameters=experiment.parameters,
         training=training,
         evaluation=evaluation,
@@ -115,14 +114,14 @@ def plan(config: ConfigDict, topology: Topology, vocab_size: int | None = None, 
 
 
 def vocabulary(
-    config: ConfigDict, vocab_size: int | None = None, device: jax.Device | None = None
-) -> tuple[ConfigDict, int, list[str]]:
+    config: RunConfig, vocab_size: int | None = None, device: jax.Device | None = None
+) -> tuple[RunConfig, int, list[str]]:
     """The config of the run on a device, the size of its vocabulary, and notes."""
     plan = run.resolve(config, device=device)
-    config, tokenizer = ConfigDict(plan.config), plan.tokenizer
+    config, tokenizer = plan.config, plan.tokenizer
     if vocab_size or tokenizer is not None:
         return config, vocab_size or tokenizer.vocab_size, []
-    kind, rows = config.data.tokenizer, config.model.vocab_size
+    kind, rows = config.data.tokenizer, config.vocab_size
     size = {"byte": 256, "char": _CHARACTERS}.get(kind, config.data.vocab_size)
     if kind == "byte" or rows:
         return config, min(size, rows or size), []
@@ -136,14 +135,14 @@ def attention_of(
 
     A layer without attention has its kind in place of a backend.
     """
-    answers, kinds = {}, {name: kind for name, kind in kinds_of(model).items() if kind.operator == "attention"}
-    operands = {name: kind.operands(model, batch, model.context) for name, kind in kinds.items()}
+    config, answers = model.config, {}
+    modules = {layer.kind: layer.make(config) for layer in config.used if layer.module.operator == "attention"}
+    operands = {kind: layer.operands(batch, config.context, config.width) for kind, layer in modules.items()}
 
     def ask(operands, keys):
-        options = {"dropout_rate": model.dropout, "dropout_key": keys} if model.dropout else {}
-        options |= {"sinks": jnp.zeros(model.num_heads)} if model.sinks else {}
-        for name, kind in kinds.items():
-            answers[name] = backend_of(model, kind, *operands[name], topology.platform, **options)
+        for kind, layer in modules.items():
+            dropped = {"dropout_rate": layer.dropout_rate, "dropout_key": keys} if layer.dropout_rate else {}
+            answers[kind] = backend_of(layer, topology.platform, *operands[kind], **dropped)
 
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
     with contextlib.ExitStack() as splits:
@@ -152,20 +151,18 @@ def attention_of(
             splits.enter_context(context_parallel(parallel_lib.CONTEXT))
         jax.eval_shape(ask, operands, keys)
     backends = {name: f"{answer.backend} {answer.split}".strip() for name, answer in answers.items()}
-    layers = [kind_of(model, layer) for layer in range(model.num_layers)]
+    layers = [config.layer(number).kind for number in range(config.num_layers)]
     rejected = {name: why for answer in answers.values() for name, why in answer.rejected.items()}
     for answer in answers.values():
         rejected.pop(answer.backend, None)
     return {f"block_{n}": backends.get(kind, kind) for n, kind in enumerate(layers)}, rejected
 
 
-def _as_mesh(config: ConfigDict, topology: Topology) -> tuple[ConfigDict, list[str]]:
+def _as_mesh(config: RunConfig, topology: Topology) -> tuple[RunConfig, list[str]]:
     """The config with the strategy that can be compiled for devices that are not here, and a note if it is another."""
     if config.parallel.strategy == "mesh" or topology.name == "here":
         return config, []
-    config = config.copy_and_resolve_references()
-    config.parallel.strategy = "mesh"
-    config.parallel.mesh.update(data=-1, fsdp=1, context=1, tensor=1)
+    config = dataclasses.replace(config, parallel=ParallelFields("mesh", config.parallel.timeout))
     return config, ["pmap runs only on devices that are here: planned with config.parallel.strategy=mesh"]
 
 

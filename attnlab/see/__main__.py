@@ -29,14 +29,13 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from jaxtyping import Int
-from ml_collections import ConfigDict
 
 from attnlab import commands, compilation, see
+from attnlab.config import RunConfig
 from attnlab.data import tasks
 from attnlab.interop import huggingface
-from attnlab.nn import GPT, own
-from attnlab.nn.kinds import Mixer, kind_of, named
-from attnlab.nn.mixers.interface import RecurrentMixer
+from attnlab.nn import GPT, custom
+from attnlab.nn.mixers.interface import CausalMixer, RecurrentMixer
 from attnlab.see.head_scores import KINDS as SCORES
 from attnlab.see.pages.document import is_page
 from attnlab.support.errors import UserError
@@ -56,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _define(values, argv):
-    commands.define_mixer(values, argv)
+    commands.define_import(values, argv)
     flags.DEFINE_string("workdir", None, "folder of the run, or of a Hugging Face model", flag_values=values)
     flags.DEFINE_multi_string("prompt", None, "a text to show", flag_values=values)
     flags.DEFINE_string("checkpoints", "latest", "latest, best, all, or steps separated by commas", flag_values=values)
@@ -81,11 +80,11 @@ def _main(values, own_process: bool) -> int:
     model, tokenizer, config = peek(workdir)
     if tokenizer is None:
         raise UserError(f"{workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
-    own.check_offered_used()
+    custom.check_used(values["import"].value, model.config.used)
     _tell_of_mixers(model)
     steps = _steps(values.checkpoints, workdir)
     subject = _subject(values, workdir, model, tokenizer, config)
-    if own_process and own.files() and (fault := compilation.miscompilation()):
+    if own_process and custom.files() and (fault := compilation.miscompilation()):
         print(fault, file=sys.stderr)
     examine = _examiner(model, config.seed, subject, values.effects)
     found = {}
@@ -126,11 +125,10 @@ def _checked_out(name: str | None, workdir: Path) -> Path:
 
 def _tell_of_mixers(model: GPT) -> None:
     """Say which layers have no pattern, or one that is not of softmax; UserError if none has a pattern."""
-    of_layers = [kind_of(model, layer) for layer in range(model.num_layers)]
-    mixers = {name: named(name).layer for name in dict.fromkeys(of_layers) if isinstance(named(name), Mixer)}
+    mixers = {layer.kind: layer.module for layer in model.config.used if issubclass(layer.module, CausalMixer)}
     read = [name for name, layer in mixers.items() if issubclass(layer, RecurrentMixer)]
     without = [name for name in mixers if name not in read]
-    if set(without) == set(of_layers):
+    if len(without) == len(model.config.used):
         raise UserError(f"layers of {', '.join(without)} have no pattern and no heads: there is nothing to see")
     if without:
         print(f"layers of {', '.join(without)} have no pattern: the page is without them")
@@ -166,10 +164,10 @@ class Subject(NamedTuple):
     measured_on: str  # `predicted` in words
 
 
-def _subject(values, workdir: Path, model: GPT, tokenizer, config: ConfigDict) -> Subject:
-    length = _length(values.length, model.context)
+def _subject(values, workdir: Path, model: GPT, tokenizer, config: RunConfig) -> Subject:
+    length = _length(values.length, model.config.context)
     texts = values.prompt or []
-    prompts = [_encoded(text, tokenizer, length, model.context) for text in texts]
+    prompts = [_encoded(text, tokenizer, length, model.config.context) for text in texts]
     windows = None if huggingface.is_hf(workdir) else _windows(workdir, config, length, values.text, bool(prompts))
     if windows is None and not prompts:
         raise UserError(f'{workdir} is a Hugging Face model, which has no text: give --prompt="…"')
@@ -208,22 +206,21 @@ def _encoded(text: str, tokenizer, length: int, context: int) -> np.ndarray:
 
 
 def _windows(
-    workdir: Path, config: ConfigDict, length: int, text: str | None, is_optional: bool
+    workdir: Path, config: RunConfig, length: int, text: str | None, is_optional: bool
 ) -> Int[np.ndarray, "N T1"] | None:
     """Evenly spaced windows of the validation text, each of one document; None if unreadable and is_optional."""
     from attnlab.training import text as texts
 
     several = 32 if config.data.packing == "documents" else 1
-    config = ConfigDict(config)
-    config.model.context, config.optimizer.accumulation = length, 1
-    config.batch_size = config.eval.windows = several * SEQUENCES
-    config.data.store = ""  # the run may come from another machine
+    size = several * SEQUENCES
+    fields = {"model.context": length, "optimizer.accumulation": 1, "batch_size": size, "eval.windows": size}
+    fields["data.store"] = ""  # the run may come from another machine
     try:
         if text is None and (elsewhere := config.data.path or config.data.mixture):
             raise UserError(f"{workdir} was trained on {elsewhere}, outside of it: name the text with --text=FILE")
         if text is not None:
-            config.data.path, config.data.name, config.data.mixture = text, "text", ""
-        batch = texts.load(config, Workdir(workdir)).validation[0]
+            fields |= {"data.path": text, "data.mixture": ""}
+        batch = texts.load(config.changed(fields), Workdir(workdir)).validation[0]
     except UserError as error:
         if not is_optional:
             raise UserError(f'{commands.one_line(error)}; or give --prompt="…"') from error
@@ -264,7 +261,8 @@ def _shares(pattern):
 def _examiner(model: GPT, seed: int, subject: Subject, measures_effects: bool) -> Callable[[dict], Findings]:
     """The function that examines the variables of a checkpoint; its programs are compiled once."""
 
-    recurrent = {f"block_{n}/attention" for n in range(model.num_layers) if isinstance(named(kind_of(model, n)), Mixer)}
+    modules = [model.config.layer(number).module for number in range(model.config.num_layers)]
+    recurrent = {f"block_{n}/attention" for n, module in enumerate(modules) if issubclass(module, CausalMixer)}
 
     @jax.jit
     def patterns(variables, tokens) -> see.Run:
@@ -276,7 +274,7 @@ def _examiner(model: GPT, seed: int, subject: Subject, measures_effects: bool) -
         run = patterns(variables, tokens)
         return [np.asarray(run.values["pattern"][path]) for path in run.paths("pattern")]
 
-    init, count = jax.jit(model.init), -(-UNTRAINED_HEADS // model.num_heads)
+    init, count = jax.jit(model.init), -(-UNTRAINED_HEADS // model.config.num_heads)
     untrained = [[] for _ in subject.scored]
     for number in range(count):
         variables = init(jax.random.key(seed + number), jnp.zeros((1, 1), jnp.int32))

@@ -28,7 +28,7 @@ def sites(model, variables, *args, **kwargs) -> Sites:
     Raises:
       ValueError: the model has no attention, or has it within `nn.scan` without the collections of `attnlab.see`.
 
-    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
     >>> found = sites(model, model.init(jax.random.key(0), tokens), tokens)
     >>> [(site.path, site.heads, site.verified) for site in found], found.blocks
@@ -67,7 +67,7 @@ def capture(
     Raises:
       ValueError: as for `sites`; an unknown name, with the nearest one.
 
-    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
     >>> run = capture(model, model.init(jax.random.key(0), tokens), tokens, want=("pattern", "out"))
     >>> run.stack("pattern").shape, run.values["out"]["block_1"].shape  # [L, B, H, Tq, Tk], [B, T, F]
@@ -102,7 +102,7 @@ def edited(
     Raises:
       ValueError: as for `capture`; a site that the model does not have, with the nearest one.
 
-    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
     >>> params = model.init(jax.random.key(0), tokens)
     >>> edited(model, params, tokens, edits={"*/z": Put(0.0)}).out.shape  # without attention

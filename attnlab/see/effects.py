@@ -40,7 +40,7 @@ def ablate(model, variables, batch, metric: Callable, *, chunk: int | None = Non
     Raises:
       ValueError: as for `capture`; a metric that is not a number, layers that differ in heads.
 
-    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3], [4, 5, 6]])
     >>> params = model.init(jax.random.key(0), tokens)
     >>> effects = ablate(model, params, tokens, lambda logits: logits[:, -1, 0].mean())
@@ -81,7 +81,7 @@ def patch(
     Raises:
       ValueError: as for `ablate`; an unknown site or axis, runs of different shapes.
 
-    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> clean, corrupt = jnp.array([[1, 2, 3]]), jnp.array([[4, 2, 3]])
     >>> params = model.init(jax.random.key(0), clean)
     >>> metric = lambda logits: logits[0, -1, 1] - logits[0, -1, 4]

@@ -205,7 +205,8 @@ def tapped(attention_fn: Callable, port) -> Callable:
             return pattern if rows is None else jnp.take(pattern, rows, axis=-2)
 
         drops = bool(kwargs.get("dropout_rate")) and not kwargs.get("deterministic", False)
-        return taps.attended(port, lambda: attention_fn(q, k, v, *args, **kwargs), weights, v, drops=drops)
+        z = attention_fn(q, k, v, *args, **kwargs)
+        return taps.tap(port, "z", taps.attended(port, z, weights, v, drops=drops))
 
     return run
 

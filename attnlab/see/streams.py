@@ -66,7 +66,7 @@ def contributions(model, variables, *args, targets: Int[Array, "B T"], **kwargs)
     Raises:
       ValueError: as for `capture`; a model of another form, whose parts do not sum to its logits.
 
-    >>> model = GPT(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
     >>> parts = contributions(model, model.init(jax.random.key(0), tokens), tokens, targets=jnp.array([[2, 3, 4]]))
     >>> parts.heads.shape, bool(jnp.allclose(parts.total, parts.logits, atol=1e-5))

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from attnlab.config import default
+from attnlab.config import Optimizer
 from attnlab.data import corpora, tokenizers
 from attnlab.data.batches import Batch, EvalBatches, TrainBatches
 from attnlab.data.tasks.task_draws import key_of
@@ -56,9 +56,8 @@ def fit(
 
 def adamw(steps: int, learning_rate: float, weight_decay: float = 0.0) -> optax.GradientTransformation:
     """The trainer's optimizer: AdamW behind clipping, with a warm-up over a tenth of the steps, cosine decay to 0."""
-    config = default().optimizer
-    config.update(learning_rate=learning_rate, weight_decay=weight_decay, warmup_steps=max(1, steps // 10), b2=0.99)
-    return optimizers.make(config, steps)
+    rates = {"learning_rate": float(learning_rate), "weight_decay": float(weight_decay), "b2": 0.99}
+    return optimizers.make(Optimizer(**rates, warmup_steps=max(1, steps // 10)), steps)
 
 
 def fit_seeds(

@@ -1,8 +1,8 @@
 """Options declared once, as fields of dataclasses: config, checks, help and documentation derive from them."""
 
 import dataclasses
+import functools
 import numbers
-import re
 import types
 import typing
 from collections.abc import Mapping
@@ -14,18 +14,34 @@ _REQUIRED = dataclasses.MISSING
 _ACCEPTED = {int: numbers.Integral, float: numbers.Real}  # of NumPy as well
 
 
+class FieldError(ValueError):
+    """A field whose value is not what was expected.
+
+    Attributes:
+      field: its dotted name.
+      value: its value.
+      expected: the values that are, or what to change, in words.
+    """
+
+    def __init__(self, field: str, value: Any, expected: str):
+        super().__init__(f"{field} = {value!r}: {expected}")
+        self.field, self.value, self.expected = field, value, expected
+
+    def within(self, group: str) -> "FieldError":
+        """The error of the same field of a group."""
+        return FieldError(f"{group}.{self.field}", self.value, self.expected)
+
+
 class Option(NamedTuple):
     """A declared option.
 
     Attributes:
       doc: one sentence.
       types: of its values; float takes integers as well.
-      default: in a config.
+      default: of the field; `dataclasses.MISSING` if it is required.
       low, high: bounds of a number, inclusive; of an integer, high is below 2^31 where it is None.
       choices: the valid names; empty for any.
-      pattern: of other names that are valid; None for none.
       needs: values of other options of its group, by name, without which it has no effect.
-      unset: value of a field that is left out; `dataclasses.MISSING` if it is required.
     """
 
     doc: str
@@ -34,13 +50,7 @@ class Option(NamedTuple):
     low: float | None
     high: float | None
     choices: tuple[str, ...]
-    pattern: re.Pattern | None = None
     needs: Mapping[str, tuple] = types.MappingProxyType({})
-    unset: Any = _REQUIRED
-
-    def is_default(self, value) -> bool:
-        """Whether a value is a default, in a config or of the field."""
-        return value in (self.default, self.unset)
 
     def problem(self, value) -> str:
         """The expected value, in words, if `value` is invalid; otherwise ""."""
@@ -49,9 +59,8 @@ class Option(NamedTuple):
         accepted = tuple(_ACCEPTED.get(each, each) for each in self.types)
         if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in self.types):
             return f"expected a value like {self.default!r}"
-        if self.choices and value not in self.choices and not (self.pattern and self.pattern.fullmatch(value)):
-            other = ", or FILE.py:NAME" if self.pattern else ""
-            return f"expected one of {', '.join(self.choices)}{other}{nearest(value, self.choices)}"
+        if self.choices and value not in self.choices:
+            return f"expected one of {', '.join(self.choices)}{nearest(value, self.choices)}"
         if isinstance(value, bool | str):
             return ""
         if self.low is not None and self.high is None:
@@ -61,20 +70,17 @@ class Option(NamedTuple):
         return ""
 
 
-def option(doc: str, default=_REQUIRED, *, start=_REQUIRED, low=None, high=None, choices=(), pattern=None, needs=None):
+def option(doc: str, default=_REQUIRED, *, low=None, high=None, choices=(), needs=None):
     """A dataclass field that is an option.
 
     Args:
       doc: one sentence; for names, what they mean.
-      default: of the field; required where missing.
-      start: default in a config, where it differs.
+      default: required where missing.
       low, high: bounds, inclusive.
       choices: the valid names.
-      pattern: a regular expression of other names that are valid.
       needs: the options beside it, and their values, without which it has no effect: {"schedule": ("constant",)}.
     """
-    start = default if start is _REQUIRED else start
-    declared = Option(doc, (), start, low, high, tuple(choices), pattern, needs or {})
+    declared = Option(doc, (), default, low, high, tuple(choices), needs or {})
     return dataclasses.field(default=default, metadata={"option": declared})
 
 
@@ -84,29 +90,49 @@ def options(declaring: type) -> dict[str, Option]:
     for field in dataclasses.fields(declaring):
         if "option" in field.metadata:
             accepted = typing.get_args(field.type) or (field.type,)  # of a union, or one
-            found[field.name] = field.metadata["option"]._replace(types=accepted, unset=field.default)
+            found[field.name] = field.metadata["option"]._replace(types=accepted, default=field.default)
         elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
             found |= {f"{field.name}.{name}": each for name, each in options(field.type).items()}
     return found
 
 
-def first_problem(declared: Mapping[str, Option], values: Mapping[str, Any]) -> str:
-    """The first invalid value, as in "width = 0: expected 1 or more, below 2^31"; "" if all are valid."""
-    problems = ((name, values[name], each.problem(values[name])) for name, each in declared.items())
-    return next((f"{name} = {value!r}: {expected}" for name, value, expected in problems if expected), "")
+def check_values(declared: Mapping[str, Option], values: Mapping[str, Any]) -> None:
+    """Raise FieldError for the first invalid value, as in "width = 0: expected 1 or more, below 2^31"."""
+    for name, each in declared.items():
+        if expected := each.problem(values[name]):
+            raise FieldError(name, values[name], expected)
 
 
-def first_idle(declared: Mapping[str, Option], values: Mapping[str, Any]) -> str:
-    """The first option that is set, although others take its effect; "" if there is none."""
+def from_values(declaring: type, values: Mapping[str, Any]):
+    """An instance of a dataclass with these values, where a group of options is a mapping; FieldError for others."""
+    fields, declared = {field.name: field.type for field in dataclasses.fields(declaring)}, options(declaring)
+    converted = {}
+    for name, value in values.items():
+        if name not in fields:
+            raise FieldError(name, value, f"no such option{nearest(name, fields)}: expected one of {', '.join(fields)}")
+        if isinstance(value, Mapping):
+            try:
+                value = from_values(fields[name], value)
+            except FieldError as error:
+                raise error.within(name) from None
+        is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        converted[name] = float(value) if is_number and name in declared and declared[name].types[0] is float else value
+    return declaring(**converted)
+
+
+def option_values(record) -> dict[str, Any]:
+    """The options of an instance of a dataclass and their values, by dotted name."""
+    return {name: functools.reduce(getattr, name.split("."), record) for name in options(type(record))}
+
+
+def check_effects(declared: Mapping[str, Option], values: Mapping[str, Any]) -> None:
+    """Raise FieldError for the first option that is set, although others take its effect."""
     for name, each in declared.items():
         for other, useful in each.needs.items():
             beside = values[name.removesuffix(name.rpartition(".")[2]) + other]
-            if beside not in useful and not each.is_default(values[name]):
-                return (
-                    f"{name} = {values[name]!r} has no effect with {other} = {beside!r}: leave it at {each.default!r}, "
-                    f"or choose {other} = {' or '.join(map(str, useful))}"
-                )
-    return ""
+            if beside not in useful and values[name] != each.default:
+                remedy = f"leave it at {each.default!r}, or choose {other} = {' or '.join(map(str, useful))}"
+                raise FieldError(name, values[name], f"it has no effect with {other} = {beside!r}: {remedy}")
 
 
 def described(declared: Mapping[str, Option]) -> str:

@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from absl import flags
-from ml_collections import ConfigDict
 
 from attnlab import commands
 from attnlab import config as configs
+from attnlab.config import RunConfig
 from attnlab.support.errors import UserError
-from attnlab.support.names import nearest
 
 LONGEST = 120  # characters of a run's name, which names its folder as well
 
@@ -28,7 +27,7 @@ class Point(NamedTuple):
     name: str  # its values, "learning_rate=0.001,seed=0", as the name of a folder
     values: dict  # by field, without "config."
     options: list[str]  # of `attnlab train`
-    config: ConfigDict  # completed
+    config: RunConfig
 
 
 def points(grid: Sequence[str], options: Sequence[str]) -> list[Point]:
@@ -52,12 +51,12 @@ def points(grid: Sequence[str], options: Sequence[str]) -> list[Point]:
 
 def _axis(text: str) -> list[tuple[str, list[str]]]:
     """The fields of an axis, each with the texts of its values."""
-    known = configs.fields(configs.default())
+    known = configs.declared()
     # Quoted values come first, because what they hold begins no field.
     begins = re.compile(rf'"[^"]*"|(\s+)(?=config\.[\w.]+=|(?:{"|".join(map(re.escape, known))})=)')
     ends = [found.span(1) for found in begins.finditer(text) if found[1]]
     parts = [text[start:end] for (_, start), (end, _) in itertools.pairwise([(0, 0), *ends, (len(text), 0)])]
-    axis = [_field(part, known) for part in parts]
+    axis = list(map(_field, parts))
     first, texts = axis[0]
     for field, others in axis:
         if len(others) != len(texts):
@@ -68,12 +67,12 @@ def _axis(text: str) -> list[tuple[str, list[str]]]:
     return axis
 
 
-def _field(text: str, known: Mapping) -> tuple[str, list[str]]:
+def _field(text: str) -> tuple[str, list[str]]:
     """The field of "config.FIELD=VALUE,VALUE" and the texts of its values."""
     name, equals, values = text.partition("=")
     field = name.removeprefix("config.")
-    if field not in known:
-        raise UserError(f"--grid={text}: config.{field} is not a field{nearest(field, known)}")
+    if why := configs.unknown(field):
+        raise UserError(f"--grid={text}: {why}")
     if not equals:
         raise UserError(f"--grid={text} has no values: write --grid config.{field}=VALUE,VALUE")
     try:
@@ -84,15 +83,15 @@ def _field(text: str, known: Mapping) -> tuple[str, list[str]]:
         ) from error
 
 
-def config_of(options: Sequence[str]) -> ConfigDict:
-    """The completed config of some options of `attnlab train`."""
+def config_of(options: Sequence[str]) -> RunConfig:
+    """The config of some options of `attnlab train`."""
     argv, values = ["attnlab train", *options], flags.FlagValues()
-    commands.define_mixer(values, argv)
+    commands.define_import(values, argv)
     commands.define_config(values, argv)
     commands.parse(values, argv)
     config, _ = commands.config_of(values)
     config = configs.completed(config)
-    configs.check_effects(config)
+    config.check_effects()
     return config
 
 
@@ -102,10 +101,10 @@ def _point(texts: Mapping[str, str], options: Sequence[str]) -> Point:
         config = config_of(options)
     except UserError as error:
         raise UserError(f"--grid: {error}") from error
-    values = {field: configs.fields(config)[field] for field in texts}
+    values = {field: config.fields[field] for field in texts}
     for field, text in texts.items():
         if text == "None" and values[field] is not None:  # a text, which would be the name of a file
-            like = configs.fields(configs.default())[field]
+            like = configs.declared()[field].default
             raise UserError(f"--grid: config.{field} = None: expected a value like {like!r}")
     return Point(name_of(values), values, options, config)
 

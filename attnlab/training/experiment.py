@@ -1,5 +1,6 @@
 """An experiment: a model, its optimizer, its devices, and the compiled steps of training and evaluation."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -9,19 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from ml_collections import ConfigDict
 
+from attnlab.config import RunConfig
 from attnlab.data.batches import Batch, Batches, prefetched
 from attnlab.data.tasks import named
 from attnlab.nn import GPT
-from attnlab.nn.fields import check_shape
-from attnlab.nn.kinds import Attention, kinds_of
+from attnlab.nn.config import ModelConfig
+from attnlab.nn.layer import Layer
 from attnlab.nn.matrices import matrices_of
+from attnlab.nn.multihead import MultiHeadAttention, as_tuple
 from attnlab.ops.attention import Explanation, explain
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import Forget, ScoreMod
 from attnlab.support.errors import UserError
-from attnlab.support.options import options
 from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel as parallel_lib
 from attnlab.training import state as states
@@ -42,7 +43,7 @@ class Experiment:
 
     def __init__(
         self,
-        config: ConfigDict,
+        config: RunConfig,
         vocab_size: int,
         *,
         model: nn.Module | None = None,
@@ -55,18 +56,14 @@ class Experiment:
         self.parallel = parallel or parallel_lib.from_config(config)
         self.config = config
         if model is None:
-            self.model = GPT.from_config(config, vocab_size).clone(mask=mask, score_mod=score_mod)
-            try:
-                check_shape(self.model, options(GPT))
-            except ValueError as error:
-                raise UserError(str(error)) from error
+            self.model = GPT(with_parts(config.over_tokens(vocab_size), mask, score_mod))
             _check_backend(self.model, self.parallel.mesh.devices.flat[0].platform)
         else:
             _check_model(model, vocab_size, config.data.packing)
             self.model = model.over_tokens(vocab_size) if isinstance(model, GPT) else model
         self._over_tokens = self.model if isinstance(self.model, GPT) else _OverTokens(self.model, vocab_size)
         # A user's optimizer may select parameters by layer.
-        self.scan = model is None and (states.scans(config) if optimizer is None else bool(config.model.scan))
+        self.scan = model is None and (states.scans(config) if optimizer is None else bool(config.scan))
         self._init = jax.jit(self.model.init)
         self.learning_rate = None
         skip = config.on_nonfinite == "skip"
@@ -195,22 +192,39 @@ class _OverTokens(nn.Module):
 def _check_backend(model: GPT, platform: str) -> None:
     """Raise UserError where the backend that `config.model.impl` names cannot run on the devices."""
 
-    def ask(kind, q, k, v):
-        backend_of(model, kind, q, k, v, platform)
+    config = model.config
+    for layer in config.used:
+        if layer.module.operator != "attention":
+            continue
+        module = layer.make(config)
 
-    try:
-        for kind in kinds_of(model).values():
-            if kind.operator == "attention":
-                jax.eval_shape(functools.partial(ask, kind), *kind.operands(model, 1, model.context))
-    except ValueError as error:
-        raise UserError(f"config.model.{str(error).splitlines()[0]}") from error
+        def ask(q, k, v, module=module):
+            backend_of(module, platform, q, k, v)
+
+        try:
+            jax.eval_shape(ask, *module.operands(1, config.context, config.width))
+        except ValueError as error:
+            raise UserError(f"config.model.{layer.kind}.{str(error).splitlines()[0]}") from error
 
 
-def backend_of(model: GPT, kind: Attention, q, k, v, platform: str, **options) -> Explanation:
-    """The backend of a kind of layer on a platform, for q, k and v; `options` are other arguments of the operator."""
-    forget = (Forget(jnp.zeros(q.shape[:-1])),) if kind.forget else ()
-    options |= {"score_mod": kind.score_mods(model) + forget, "impl": model.impl, "platform": platform}
-    return explain(q, k, v, kind.mask(model), **options)
+def backend_of(layer: Layer, platform: str, q, k, v, **options) -> Explanation:
+    """The backend of a layer of attention on a platform, for q, k and v; `options` are other arguments."""
+    mods = as_tuple(layer.score_mod)
+    if isinstance(layer, MultiHeadAttention):
+        mods = (*mods, Forget(jnp.zeros(q.shape[:-1]))) if layer.forget_gate else mods
+        options |= {"sinks": jnp.zeros(layer.num_heads)} if layer.sinks else {}
+    return explain(q, k, v, layer.mask, score_mod=mods, impl=layer.impl, platform=platform, **options)
+
+
+def with_parts(config: ModelConfig, mask: Mask | None, score_mod) -> ModelConfig:
+    """The config with a mask and score mods in all layers; UserError for a layer that has none."""
+    for name, value in (("mask", mask), ("score_mod", score_mod)):
+        if value is None:
+            continue
+        if others := [layer.kind for layer in config.used if name not in {f.name for f in dataclasses.fields(layer)}]:
+            raise UserError(f"{name}= is for attention, and layers of {others[0]} have none: leave it out")
+        config = config.replace(layers=tuple(dataclasses.replace(layer, **{name: value}) for layer in config.layers))
+    return config
 
 
 def _check_model(model: nn.Module, vocab_size: int, packing: str) -> None:

@@ -24,7 +24,7 @@ def per_token(model: nn.Module, length: int) -> float:
       model: from tokens `[B, T]` to logits; of any layers.
       length: T, tokens per sequence.
 
-    >>> per_token(GPT(vocab_size=10, num_layers=1, num_heads=1, width=8, context=3), length=3)
+    >>> per_token(GPT.of(vocab_size=10, num_layers=1, num_heads=1, width=8, context=3), length=3)
     5280.0
     """
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -34,7 +34,7 @@ def per_token(model: nn.Module, length: int) -> float:
 def per_decoded_token(model: GPT, length: int) -> float:
     """FLOPs of decoding the last of `length` tokens: 2 for each weight, and what a layer does with its cache.
 
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=1, width=8, context=8)
+    >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=1, width=8, context=8)
     >>> per_decoded_token(model, length=8) - per_decoded_token(model, length=4)
     128.0
     """

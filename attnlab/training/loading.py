@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-from ml_collections import ConfigDict
 
-from attnlab.config import default, from_dict
+from attnlab.config import RunConfig, from_json, model_fields
 from attnlab.data import tokenizers
 from attnlab.interop import huggingface
 from attnlab.nn import GPT
@@ -30,7 +29,7 @@ class Run(NamedTuple):
     model: GPT | nn.Module
     params: dict[str, Any]
     tokenizer: tokenizers.Tokenizer | None
-    config: ConfigDict
+    config: RunConfig
 
 
 def load(
@@ -49,7 +48,7 @@ def load(
       model: the module that `attnlab.train.train(…, model=…)` trained; None for a GPT.
       mask, score_mod: those that the run was trained with, equal to the arguments of `attnlab.train.train`.
 
-    A run whose config names code is loaded after `attnlab.nn.register("FILE.py:NAME")`, of the same file.
+    A run with custom layers is loaded after `attnlab.nn.register` of their class, or of the same file.
 
     Returns:
       `Run(model, params, tokenizer, config)`, with the parameters on the default device.
@@ -60,9 +59,9 @@ def load(
     >>> import tempfile
     >>> from attnlab.interop.huggingface import save_hf
     >>> from attnlab.nn import GPT
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_heads=2, width=8, norm="rms", mlp="gated")
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "gpt2", model, params)
+    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "model", model, params)
     >>> model, params, tokenizer, config = load(folder)  # or load("runs/quickstart")
     >>> model.apply(params, jnp.array([[1, 2, 3]])).shape
     (1, 3, 10)
@@ -104,7 +103,7 @@ def checkpoints_of(workdir: Path):
     """The `Checkpoints` of a run; Orbax takes seconds to import."""
     from attnlab.training.checkpoints import Checkpoints
 
-    return Checkpoints(from_dict(read_config(workdir)).checkpoint.dir or workdir / "checkpoints")
+    return Checkpoints(from_json(read_config(workdir)).checkpoint.dir or workdir / "checkpoints")
 
 
 def chosen_step(checkpoints, workdir: Path, step: int | str) -> int:
@@ -122,30 +121,30 @@ def chosen_step(checkpoints, workdir: Path, step: int | str) -> int:
     return named[str(step)]
 
 
-def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer | None, ConfigDict]:
+def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer | None, RunConfig]:
     """Model, tokenizer and config as from `load`, without the parameters; `passed` are model, mask and score_mod."""
     from attnlab.training.passed import Passed
-    from attnlab.training.state import model_fields
 
     workdir = Path(workdir)
     if not huggingface.is_hf(workdir):
         saved = read_config(workdir)
-        config, tokenizer = from_dict(saved), read_tokenizer(workdir, saved)
+        config, tokenizer = from_json(saved), read_tokenizer(workdir, saved)
         passed = Passed(**passed)
         passed.check_reads(saved, workdir)
         if (model := passed.model) is None:
-            model = GPT.from_config(config, tokenizer.vocab_size).clone(mask=passed.mask, score_mod=passed.score_mod)
+            from attnlab.training.experiment import with_parts
+
+            model = GPT(with_parts(config.over_tokens(tokenizer.vocab_size), passed.mask, passed.score_mod))
         elif isinstance(model, GPT):
             model = model.over_tokens(tokenizer.vocab_size)
         return model, tokenizer, config
     model = huggingface.make_model(huggingface.model_files.read_config(workdir), str(workdir))
-    tokenizer = huggingface.read_tokenizer(workdir, model.vocab_size)
-    if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+    tokenizer = huggingface.read_tokenizer(workdir, model.config.vocab_size)
+    if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(
-            f"{workdir} has a tokenizer of {tokenizer.vocab_size} tokens and a model of {model.vocab_size}: "
+            f"{workdir} has a tokenizer of {tokenizer.vocab_size} tokens and a model of {model.config.vocab_size}: "
             "provide the model's own tokenizer"
         )
-    config = default()
-    config.model.update(model_fields(model))
-    config.data.tokenizer = "pretrained"
+    fields = {f"model.{name}": value for name, value in model_fields(model.config).items()}
+    config = RunConfig.of(fields | {"data.tokenizer": "pretrained"})
     return model if tokenizer is None else model.over_tokens(tokenizer.vocab_size), tokenizer, config

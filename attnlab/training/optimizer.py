@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from ml_collections import ConfigDict
 from optax.contrib import MuonDimensionNumbers
 
+from attnlab.config import Optimizer
 from attnlab.nn.matrices import Matrix, matrix_at
 from attnlab.support.errors import UserError
 
@@ -22,12 +22,12 @@ class Peaks(NamedTuple):
     muon_learning_rate: float | jax.Array | optax.Schedule
 
 
-def peaks(config: ConfigDict) -> Peaks:
+def peaks(config: Optimizer) -> Peaks:
     """The peaks in `config.optimizer`."""
     return Peaks(config.learning_rate, config.muon_learning_rate)
 
 
-def learning_rate(config: ConfigDict, steps: int, extensions: Sequence[dict] = ()) -> optax.Schedule:
+def learning_rate(config: Optimizer, steps: int, extensions: Sequence[dict] = ()) -> optax.Schedule:
     """The learning rate at each update: a linear rise to the peak, then the schedule `config.schedule`.
 
     "cosine" is half a cosine down to the final fraction of the peak (Loshchilov and Hutter 2017), "linear" a line, and
@@ -43,11 +43,10 @@ def learning_rate(config: ConfigDict, steps: int, extensions: Sequence[dict] = (
       steps: updates in the run; any number from 1.
       extensions: earlier numbers of steps, oldest first: `{"at_step": 40, "from_steps": 40, "to_steps": 60}`.
 
-    >>> from attnlab.config import default
-    >>> rate = learning_rate(default().optimizer, 2000)
+    >>> rate = learning_rate(Optimizer(), 2000)
     >>> float(rate(100)).__round__(6), float(rate(2000)).__round__(6)
     (0.005, 0.0)
-    >>> rate = learning_rate(default().optimizer, 4000, [{"at_step": 2000, "from_steps": 2000, "to_steps": 4000}])
+    >>> rate = learning_rate(Optimizer(), 4000, [{"at_step": 2000, "from_steps": 2000, "to_steps": 4000}])
     >>> float(rate(1999)).__round__(6), float(rate(2000)).__round__(6)
     (0.0, 0.002601)
     """
@@ -58,7 +57,7 @@ def _times(peak, shape: optax.Schedule) -> optax.Schedule:
     return lambda count: peak * shape(count)
 
 
-def _shape(config: ConfigDict, steps: int, extensions: Sequence[dict]) -> optax.Schedule:
+def _shape(config: Optimizer, steps: int, extensions: Sequence[dict]) -> optax.Schedule:
     """The learning rate over its peak."""
     shape = _scheduled(config, steps)
     for extension in reversed(extensions):
@@ -66,7 +65,7 @@ def _shape(config: ConfigDict, steps: int, extensions: Sequence[dict]) -> optax.
     return shape
 
 
-def _scheduled(config: ConfigDict, steps: int) -> optax.Schedule:
+def _scheduled(config: Optimizer, steps: int) -> optax.Schedule:
     warmup, last = min(config.warmup_steps, steps // 2), config.final_fraction
     first = 1 / (warmup + 1)  # the first update's share: a rate of 0 would waste the update
     if config.schedule == "cosine":
@@ -83,7 +82,7 @@ def _switched(before: optax.Schedule, after: optax.Schedule, at: int) -> optax.S
 
 
 def make(
-    config: ConfigDict,
+    config: Optimizer,
     steps: int,
     *,
     tokens_per_update: int | None = None,
@@ -112,8 +111,7 @@ def make(
     Raises:
       UserError: "muon" without matrices.
 
-    >>> from attnlab.config import default
-    >>> make(default().optimizer, 100).init({"kernel": jnp.zeros(3)}) is not None
+    >>> make(Optimizer(), 100).init({"kernel": jnp.zeros(3)}) is not None
     True
     """
     muon = functools.partial(_muon, matrices=matrices)
@@ -125,7 +123,7 @@ def make(
     return skipping_nonfinite(optimizer) if skip_nonfinite else optimizer
 
 
-def decay_rate(config: ConfigDict, tokens_per_update: int | None) -> float:
+def decay_rate(config: Optimizer, tokens_per_update: int | None) -> float:
     """β₂: `config.b2`, or the rate at which a gradient's weight halves in `config.b2_halflife` tokens.
 
     With a half-life in tokens, the average is over the same text whatever the batch size (Marek et al. 2025).
@@ -133,10 +131,7 @@ def decay_rate(config: ConfigDict, tokens_per_update: int | None) -> float:
     Raises:
       ValueError: a half-life without `tokens_per_update`.
 
-    >>> from attnlab.config import default
-    >>> config = default().optimizer
-    >>> config.b2_halflife = 768.0
-    >>> decay_rate(config, tokens_per_update=768)
+    >>> decay_rate(Optimizer(b2_halflife=768.0), tokens_per_update=768)
     0.5
     """
     if not config.b2_halflife:
@@ -146,11 +141,11 @@ def decay_rate(config: ConfigDict, tokens_per_update: int | None) -> float:
     return 0.5 ** (tokens_per_update / config.b2_halflife)
 
 
-def _adamw(config: ConfigDict, rates, b2: float, form=optax.adamw) -> optax.GradientTransformation:
+def _adamw(config: Optimizer, rates, b2: float, form=optax.adamw) -> optax.GradientTransformation:
     return form(rates.learning_rate, b1=config.b1, b2=b2, weight_decay=config.weight_decay, mask=decayed)
 
 
-def _sgd(config: ConfigDict, rates, b2: float) -> optax.GradientTransformation:
+def _sgd(config: Optimizer, rates, b2: float) -> optax.GradientTransformation:
     return optax.chain(
         optax.trace(config.b1),
         optax.add_decayed_weights(config.weight_decay, decayed),
@@ -158,7 +153,7 @@ def _sgd(config: ConfigDict, rates, b2: float) -> optax.GradientTransformation:
     )
 
 
-def _muon(config: ConfigDict, rates, b2: float, matrices) -> optax.GradientTransformation:
+def _muon(config: Optimizer, rates, b2: float, matrices) -> optax.GradientTransformation:
     if not matrices:
         found = "not passed" if matrices is None else "none: no nn.Dense or other layer multiplies features"
         raise UserError(f"config.optimizer.name = 'muon', and the matrices of the model are {found}: use adamw")

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 
+from attnlab.config import RunConfig
 from attnlab.data.batches import Batch
 from attnlab.nn import sharding
-from attnlab.nn.resolved import resolved
+from attnlab.nn.multihead import AttentionConfig
 from attnlab.ops.context import context_parallel
 from attnlab.ops.cpu import stacks
 from attnlab.support.errors import UserError
@@ -204,9 +204,9 @@ def make(
     return Parallel(strategy, mesh)
 
 
-def from_config(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Parallel:
+def from_config(config: RunConfig, devices: Sequence[jax.Device] | None = None) -> Parallel:
     """Choose the devices of a run, and check its batch and model against them."""
-    parallel = make(config.parallel.strategy, **config.parallel.mesh, devices=devices)
+    parallel = make(config.parallel.strategy, **vars(config.parallel.mesh), devices=devices)
     check_shares(config, math.prod(parallel.mesh.shape[name] for name in BATCH))
     return parallel
 
@@ -216,16 +216,17 @@ def from_first_process(number: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(number))) if jax.process_count() > 1 else int(number)
 
 
-def check_shares(config: ConfigDict, devices: int) -> None:
+def check_shares(config: RunConfig, devices: int) -> None:
     """Raise UserError for a size that cannot be split evenly; so many `devices` split the batch."""
-    model, mesh, accumulation = config.model, config.parallel.mesh, config.optimizer.accumulation
+    mesh, accumulation, model = config.parallel.mesh, config.optimizer.accumulation, config.model
+    key_heads = [(f"model.{x.kind}.kv_heads", x.kv_heads or 0) for x in model.used if isinstance(x, AttentionConfig)]
     parts = f"devices × accumulation = {devices} × {accumulation} ="
     for name, size, by, of in (
         ("batch_size", config.batch_size, parts, devices * accumulation),
         ("model.width", model.width, "config.parallel.mesh.fsdp =", mesh.fsdp),
         ("model.num_heads", model.num_heads, "config.parallel.mesh.tensor =", mesh.tensor),
-        ("model.kv_heads", resolved(model).kv_heads, "config.parallel.mesh.tensor =", mesh.tensor),
-        ("model.mlp_ratio × width", resolved(model).hidden, "config.parallel.mesh.tensor =", mesh.tensor),
+        *((name, heads, "config.parallel.mesh.tensor =", mesh.tensor) for name, heads in key_heads),
+        ("model.mlp_ratio × width", model.hidden, "config.parallel.mesh.tensor =", mesh.tensor),
         ("model.context", model.context, "config.parallel.mesh.context =", mesh.context),
     ):
         if size % of:

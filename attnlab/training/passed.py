@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from ml_collections import ConfigDict
 
-from attnlab.nn import own
+from attnlab.nn import custom
+from attnlab.nn.layer import Layer
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.support.errors import UserError
@@ -31,25 +31,22 @@ _PRECISIONS = ("float32", "bfloat16")
 class Passed(NamedTuple):
     """Arguments of `train` in place of a config's values, or besides them; None for the config's alone."""
 
-    mixer: str | type[nn.Module] | None = None
+    layers: type[Layer] | None = None
     mask: Mask | None = None
     score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None
     model: nn.Module | None = None
     optimizer: optax.GradientTransformation | None = None
 
     def of_experiment(self) -> dict:
-        """Arguments of `Experiment`: all but the mixer, which a config names."""
-        return {name: value for name, value in self._asdict().items() if name != "mixer"}
+        """Arguments of `Experiment`: all but the layers, which a config names."""
+        return {name: value for name, value in self._asdict().items() if name != "layers"}
 
-    def named_in(self, config: ConfigDict) -> ConfigDict:
-        """The config, with the name of the mixer; UserError for a part of its GPT beside a model in its place."""
-        for name in ("mixer", "mask", "score_mod"):
+    def of_model(self) -> dict[str, str]:
+        """Fields of `config.model`: the name of the layers; UserError for a part of its GPT beside another model."""
+        for name in ("layers", "mask", "score_mod"):
             if self.model is not None and getattr(self, name) is not None:
                 raise UserError(f"{name}= is for the config's GPT, and model= takes its place: leave one of them out")
-        if self.mixer is not None:
-            config = config.copy_and_resolve_references()
-            config.model.mixer = own.register(self.mixer)
-        return config
+        return {} if self.layers is None else {"layers": custom.register(self.layers)}
 
     def metadata(self) -> dict:
         """The entry "user_defined" of `config.json`; {} where nothing is passed."""

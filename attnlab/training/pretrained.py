@@ -2,19 +2,19 @@
 
 from pathlib import Path
 
-import flax.linen as nn
 import jax
-from ml_collections import ConfigDict
 
-from attnlab import config as configs
+from attnlab.config import RunConfig, declared
 from attnlab.data import tokenizers
 from attnlab.support.errors import UserError
 from attnlab.training import state as states
 from attnlab.training.loading import load_params, peek
-from attnlab.training.workdir import read_config
+from attnlab.training.workdir import Workdir
+
+_SET_HERE = (*states.HOW, "context")  # fields that a new run's config sets
 
 
-def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers.Tokenizer | None]:
+def completed(config: RunConfig, workdir: Workdir) -> tuple[RunConfig, tokenizers.Tokenizer | None]:
     """The config with the model fields of the model in `config.init_from`, and the tokenizer there.
 
     An existing run in `workdir` takes the fields from its `config.json`, as `init_from` may have been deleted since.
@@ -30,58 +30,55 @@ def completed(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, tokenizers
                 "folder with a Hugging Face model, by --config.init_from=PATH"
             )
         return config, None
-    tokenizer, saved = None, read_config(workdir) if (workdir / "config.json").exists() else {}
-    if saved.get("init_from") == config.init_from:
-        was = configs.from_dict(saved)
-        shape, has_tokenizer = was.model.to_dict(), was.data.tokenizer == "pretrained"
+    was, tokenizer = workdir.config, None
+    if was is not None and was.init_from == config.init_from:
+        has_tokenizer = was.data.tokenizer == "pretrained"
     else:
-        model, tokenizer = _source(config)
-        shape, has_tokenizer = states.model_fields(model), tokenizer is not None
-    whole = config.copy_and_resolve_references()
-    whole.model.update({name: value for name, value in shape.items() if name not in (*states.HOW, "context")})
-    if has_tokenizer:
-        whole.data.tokenizer = "pretrained"
-    defaults, set_ = configs.fields(configs.completed(configs.default())), configs.fields(config)
-    for name, value in configs.fields(whole).items():
-        if set_[name] not in (value, defaults[name]):
+        was, tokenizer = _source(config)
+        has_tokenizer = tokenizer is not None
+    known, here = declared(), config.fields
+    shape = [name for name in was.fields if name.startswith("model.") and name.rpartition(".")[2] not in _SET_HERE]
+    found = {name: was.fields[name] for name in shape}
+    found |= {"data.tokenizer": "pretrained"} if has_tokenizer else {}
+    for name, value in found.items():
+        if (set_ := here.get(name, value)) not in (value, known[name].default):
             raise UserError(
-                f"config.{name} = {set_[name]!r} has no effect beside config.init_from = {config.init_from}, where it "
-                f"is {value!r}: leave it out"
+                f"config.{name} = {set_!r} has no effect beside config.init_from = {config.init_from}, where it is "
+                f"{value!r}: leave it out"
             )
-    configs.check(whole)
-    return whole, tokenizer
+    return config.changed(found), tokenizer
 
 
-def _source(config: ConfigDict) -> tuple[nn.Module, tokenizers.Tokenizer | None]:
-    """The model and the tokenizer in `config.init_from`; UserError where a run cannot start from them."""
+def _source(config: RunConfig) -> tuple[RunConfig, tokenizers.Tokenizer | None]:
+    """The config and the tokenizer in `config.init_from`; UserError where a run cannot start from them."""
     source = Path(config.init_from)
     if not source.is_file() and not (source / "config.json").exists():
         raise UserError(
             f"config.init_from = {source} holds neither a run nor a Hugging Face model: name a workdir, or a "
             "folder with config.json, model.safetensors and tokenizer files"
         )
-    model, tokenizer, _ = peek(source)
-    if model.positions == "learned" and config.model.context > model.context:
+    _, tokenizer, found = peek(source)
+    if found.model.position_encoding == "learned" and config.model.context > found.model.context:
         raise UserError(
-            f"config.model.context = {config.model.context}, but the model in {source} has {model.context} learned "
-            f"positions: set --config.model.context={model.context}, or less"
+            f"config.model.context = {config.model.context}, but the model in {source} has {found.model.context} "
+            f"learned positions: set --config.model.context={found.model.context}, or less"
         )
     if tokenizer is None and config.data.tokenizer == "pretrained":
         raise UserError(
             f"config.init_from = {source} has no tokenizer: put tokenizer.json there, or vocab.json and "
             "merges.txt, or choose the one that the model was trained with, e.g. --config.data.tokenizer=byte"
         )
-    return model, tokenizer
+    return found, tokenizer
 
 
-def params(config: ConfigDict, like):
+def params(config: RunConfig, like):
     """Load the parameters in `config.init_from` onto the devices; `like` has their shapes and shardings."""
     model, *_ = peek(config.init_from)
     if "positions" not in like:
         return load_params(Path(config.init_from), like)
     # Learned positions beyond the context are dropped.
     table = like["positions"]["embedding"]
-    whole = jax.ShapeDtypeStruct((model.context, *table.shape[1:]), table.dtype, sharding=table.sharding)
+    whole = jax.ShapeDtypeStruct((model.config.context, *table.shape[1:]), table.dtype, sharding=table.sharding)
     tree = load_params(Path(config.init_from), like | {"positions": {"embedding": whole}})
     kept = tree["positions"]["embedding"][: table.shape[0]]
     return tree | {"positions": {"embedding": jax.device_put(kept, table.sharding)}}

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-from ml_collections import ConfigDict, FrozenConfigDict
+from ml_collections import ConfigDict
 
 from attnlab import config as configs
+from attnlab.config import RunConfig
 from attnlab.data import tokenizers
-from attnlab.nn import own
+from attnlab.nn import custom
 from attnlab.support import status
 from attnlab.support.errors import UserError
 from attnlab.training import metrics as metrics_lib
@@ -45,7 +46,7 @@ class RunPlan:
       metadata: of `config.json`, as far as it is known.
     """
 
-    config: FrozenConfigDict
+    config: RunConfig
     workdir: Workdir
     finished: int | None
     tokenizer: tokenizers.Tokenizer | None
@@ -63,7 +64,7 @@ class RunPlan:
 
 
 def resolve(
-    config: ConfigDict,
+    config: ConfigDict | RunConfig,
     workdir: str | Path = NOWHERE,
     *,
     eval_only: bool = False,
@@ -85,28 +86,28 @@ def resolve(
     >>> resolve(configs.default()).origin
     'fresh'
     """
-    config, folder = passed.named_in(config), Workdir(workdir)
-    config = configs.completed(config)
+    config, folder = configs.completed(config, **passed.of_model()), Workdir(workdir)
     if folder.previous_run is None:
-        configs.check_effects(config)
-    config, tokenizer = pretrained.completed(config, folder.path)
-    config.precision = _precision(config, folder, passed, device)
+        config.check_effects()
+    config, tokenizer = pretrained.completed(config, folder)
+    config = config.changed({"precision": _precision(config, folder, passed, device)})
     folder.check_config(config, may_extend=not eval_only)
     if folder.previous_run is not None:
         passed.check_continues(folder.previous_run, folder)
-    code = own.sources(config.model)
+    sources = custom.sources(config.model.used)
+    code = {kind: {"file": str(source.path), "sha256": source.sha256} for kind, source in sources.items()}
     metadata = passed.metadata() | ({"code": code} if code else {})
     if eval_only and folder.previous_run is None:
         raise UserError(f"{folder} holds no run to evaluate: train first")
     # An evaluation needs no log, so a damaged one does not stop it.
     finished = None if eval_only else metrics_lib.finished(folder.metrics, config.steps, config.eval.patience)
-    return RunPlan(FrozenConfigDict(config), folder, finished, tokenizer, passed, metadata)
+    return RunPlan(config, folder, finished, tokenizer, passed, metadata)
 
 
-def _precision(config: ConfigDict, workdir: Workdir, passed: Passed, device: jax.Device | None) -> str:
+def _precision(config: RunConfig, workdir: Workdir, passed: Passed, device: jax.Device | None) -> str:
     """The config's precision; for "auto" the previous run's, the model's, or what suits the first process' hardware."""
-    if config.precision == "auto" and workdir.previous_run is not None:
-        return configs.from_dict(workdir.previous_run).precision
+    if config.precision == "auto" and workdir.config is not None:
+        return workdir.config.precision
     if passed.model is not None:
         return passed.precision(config.precision)
     if config.precision != "auto":
@@ -189,7 +190,7 @@ def open(
         yield opened
 
 
-def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: ConfigDict, eval_only: bool):
+def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: RunConfig, eval_only: bool):
     """The step to resume from, or 0, and the damage of newer checkpoints; UserError if a checkpoint must exist."""
     newest, damaged = checkpoints.newest_intact() if jax.process_index() == 0 else (None, {})
     newest = parallel_lib.from_first_process(-1 if newest is None else newest)
@@ -201,7 +202,7 @@ def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: ConfigDict,
     if start or previous_run is None:
         return start, damaged
     # A save starts only when the previous save is on disk: after two intervals there must be a checkpoint.
-    was = configs.from_dict(previous_run)
+    was = workdir.config
     reached = max((record["step"] for record in metrics_lib.read(workdir.metrics)), default=0)
     if reached > 2 * was.checkpoint.every:
         raise UserError(
@@ -234,7 +235,7 @@ def _open_files(
         if config.checkpoint.dir:
             checkpoints.prepare()  # first, so that a failure leaves no workdir behind
         resources.enter_context(workdir.claimed())
-        workdir.create(config_json, text.tokenizer)
+        workdir.create(config_json, text.tokenizer, custom.sources(config.model.used).values())
     checkpoints.prepare()
     events = [trackers.TensorBoard(workdir.path / "tensorboard")] if config.log.tensorboard else []
     log = metrics_lib.MetricsLog(workdir.metrics, offset, start, events)

@@ -1,6 +1,5 @@
 """The training state, and the pure functions of a training or evaluation step."""
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -12,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Float, Int
-from ml_collections import ConfigDict
 
-from attnlab.config import default
+from attnlab.config import RunConfig
 from attnlab.data.batches import Batch
 from attnlab.nn import GPT, sharding, stack_layers
 from attnlab.training.optimizer import averaged
@@ -206,17 +204,9 @@ HOW = ("dropout", "remat", "scan", "impl")
 SCAN_FROM = 4
 
 
-def model_fields(model: GPT) -> dict:
-    """The fields of `config.model` that define a model: all but `HOW`."""
-    fields = {name: getattr(model, name) for name in default().model if name not in HOW}
-    groups = ("rotary", "recurrence", "latent")
-    groups = {group: dataclasses.asdict(getattr(model, group)) for group in groups}
-    return fields | groups | {"vocab_size": model.vocab_rows}
-
-
-def scans(config: ConfigDict) -> bool:
+def scans(config: RunConfig) -> bool:
     """Whether a run's layers are one loop over stacked parameters."""
-    if config.model.scan is not None:
-        return config.model.scan
+    if config.scan is not None:
+        return config.scan
     # Without a loop XLA joins the gathers of all layers, and holds all gathered parameters at once.
     return config.model.num_layers >= SCAN_FROM or config.parallel.mesh.fsdp > 1

@@ -8,8 +8,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import jax
-from ml_collections import ConfigDict
 
+from attnlab.config import Data, RunConfig
 from attnlab.data import cache, corpora, store, tokenizers
 from attnlab.data.batches import EvalBatches, TrainBatches
 from attnlab.data.tasks import named
@@ -40,7 +40,7 @@ class Text(NamedTuple):
 
 
 def load(
-    config: ConfigDict,
+    config: RunConfig,
     workdir: Workdir,
     tokenizer: tokenizers.Tokenizer | None = None,
     share: tuple[int, int] = (0, 1),
@@ -53,7 +53,7 @@ def load(
     if task := named.parse(config.data.name):
         return _of_task(task, config, share)
     data, previous_run, quiet = config.data, workdir.previous_run, jax.process_index() > 0
-    fields = {name: data[name] for name in ("name", "path", "feature", "validation_fraction", "mixture")}
+    fields = {name: getattr(data, name) for name in ("name", "path", "feature", "validation_fraction", "mixture")}
     say(f"reading {data.path or data.mixture or data.name}")
     corpus = corpora.load(**fields, quiet=quiet)
     if previous_run and previous_run["corpus"]["sha256"] != corpus.sha256:
@@ -90,7 +90,7 @@ def load(
     )
 
 
-def _of_task(task: named.Task, config: ConfigDict, share: tuple[int, int]) -> Text:
+def _of_task(task: named.Task, config: RunConfig, share: tuple[int, int]) -> Text:
     options = {"context": config.model.context, "process_index": share[0], "process_count": share[1]}
     train = TaskBatches(task, batch_size=config.batch_size, seed=config.seed, **options)
     size = config.batch_size // config.optimizer.accumulation
@@ -100,7 +100,7 @@ def _of_task(task: named.Task, config: ConfigDict, share: tuple[int, int]) -> Te
     return Text(corpus, tokenizer, train, held_out, f"fresh sequences, chance {task.chance:.3g}", {})
 
 
-def _tokenizer(corpus, data: ConfigDict, say: Callable[[str], None]) -> tokenizers.Tokenizer:
+def _tokenizer(corpus, data: Data, say: Callable[[str], None]) -> tokenizers.Tokenizer:
     """The tokenizer of a new run; a trained tokenizer is cached."""
     kind, characters = data.tokenizer, corpus.alphabet
     if kind in ("char", "byte"):
@@ -116,7 +116,7 @@ def _tokenizer(corpus, data: ConfigDict, say: Callable[[str], None]) -> tokenize
     return made
 
 
-def _starts(texts: list[store.Tokens], data: ConfigDict) -> list | None:
+def _starts(texts: list[store.Tokens], data: Data) -> list | None:
     return [text.documents for text in texts] if data.packing == "documents" else None
 
 

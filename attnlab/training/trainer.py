@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.experimental import multihost_utils
 
-from attnlab import config as configs
 from attnlab.data.batches import Batch, prefetched
 from attnlab.data.tasks import named
 from attnlab.generation.decoding import generate
 from attnlab.generation.texts import prompt_ids
-from attnlab.nn import GPT, own, unstack_layers
+from attnlab.nn import GPT, unstack_layers
 from attnlab.support.errors import UserError
 from attnlab.support.names import typed
 from attnlab.training import flops as flops_lib
@@ -257,13 +256,14 @@ class Trainer:
             arguments = ", ".join(f"{name}=…" for name in passed)
             self.reporter.print(f'load it in Python with: attnlab.load("{plan.workdir}", {arguments})')
         elif self._sampled:
-            files = dict.fromkeys(f" --mixer={own.part_of(word).path}" for word in plan.metadata.get("code", {}))
+            sources = plan.metadata.get("code", {}).values()
+            files = dict.fromkeys(f" --import={source['file']}" for source in sources)
             options = f"--workdir={plan.workdir}{''.join(files)}"
             self.reporter.print(f"generate text with: {typed('sample')} {options}")
 
     def _profiler(self) -> Profiler:
         """Of the first process alone."""
-        steps = configs.profiled(self.config) if self.log else None
+        steps = self.config.profiled() if self.log else None
         return Profiler(steps, self.start, self.opened.plan.workdir.path / "profile", self.reporter.print)
 
     def _measure_flops(self) -> None:

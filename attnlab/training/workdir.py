@@ -1,16 +1,16 @@
 """The folder of a run: its files, its lock, and the run that an earlier start left there."""
 
 import contextlib
+import dataclasses
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ml_collections import ConfigDict
-
 from attnlab import config as configs
+from attnlab.config import RunConfig
 from attnlab.data import tokenizers
-from attnlab.nn import own
+from attnlab.nn import custom
 from attnlab.support import files
 from attnlab.support.errors import UserError
 from attnlab.support.paths import claim, write_text
@@ -23,11 +23,13 @@ class Workdir:
 
     Attributes:
       previous_run: the content of `config.json`; None when no run has begun there.
+      config: of the previous run.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.previous_run = _previous_run(self.path)
+        self.config = None if self.previous_run is None else configs.from_json(self.previous_run)
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -37,21 +39,20 @@ class Workdir:
     @property
     def steps(self) -> int | None:
         """The steps of the previous run's config; None without one."""
-        return self.previous_run and configs.from_dict(self.previous_run).steps
+        return self.config and self.config.steps
 
     @property
     def metrics(self) -> Path:
         """`metrics.jsonl`."""
         return self.path / "metrics.jsonl"
 
-    def checkpoint_dir(self, config: ConfigDict) -> str | Path:
+    def checkpoint_dir(self, config: RunConfig) -> str | Path:
         """`config.checkpoint.dir`, or `checkpoints/` in the folder."""
         return config.checkpoint.dir or self.path / "checkpoints"
 
-    def check_config(self, config: ConfigDict, *, may_extend: bool) -> None:
+    def check_config(self, config: RunConfig, *, may_extend: bool) -> None:
         """Raise UserError unless a config continues the previous run, with more steps if it `may_extend`."""
-        saved = self.previous_run
-        if saved is None:
+        if self.config is None:
             return
         steps = self.steps
         if config.steps < steps:
@@ -59,12 +60,13 @@ class Workdir:
                 f"{self} holds a run of {steps} steps, and config.steps = {config.steps} is fewer: a run can be "
                 f"extended, not shortened; give {steps} or more, or choose a new --workdir"
             )
-        if difference := configs.difference(saved | {"steps": config.steps} if may_extend else saved, config):
+        was = dataclasses.replace(self.config, steps=config.steps) if may_extend else self.config
+        if difference := config.difference(was):
             raise UserError(
                 f"{self} holds a run with another config ({difference}): choose a new --workdir, or repeat its command"
             )
 
-    def extensions(self, config: ConfigDict, start: int) -> list[dict]:
+    def extensions(self, config: RunConfig, start: int) -> list[dict]:
         """Extensions of a run that resumes from `start`: `{"at_step", "from_steps", "to_steps"}`, oldest first."""
         if self.previous_run is None or not start:
             return []
@@ -87,8 +89,14 @@ class Workdir:
                 raise UserError(f"--workdir={self}: another process has begun a run there: choose another folder")
             yield
 
-    def create(self, config_json: str, tokenizer: tokenizers.Tokenizer) -> None:
-        """Write the files of a new run, to a claimed folder; `config.json` last, which makes it one."""
+    def create(self, config_json: str, tokenizer: tokenizers.Tokenizer, sources: Iterable[custom.Source] = ()) -> None:
+        """Write the files of a new run, to a claimed folder; `config.json` last, which makes it one.
+
+        The files of custom layers are copied to `source/`, under their names.
+        """
+        for source in sources:
+            (self.path / "source").mkdir(exist_ok=True)
+            write_text(self.path / "source" / source.path.name, source.text)
         tokenizers.save(tokenizer, self.path / "tokenizer.json")
         write_text(self.path / "config.json", config_json)
 
@@ -105,6 +113,7 @@ def read_config(workdir: Path) -> dict:
     try:
         saved = files.read_json(path)
         if is_run := "model_type" not in saved or "corpus" in saved:
+            _check_format(saved, path)
             _check_metadata(saved)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{workdir} holds no run (no config.json): train one with --workdir={workdir}") from error
@@ -112,12 +121,20 @@ def read_config(workdir: Path) -> dict:
         raise _damaged(path, error) from error
     if not is_run:
         raise UserError(f"{workdir} holds a Hugging Face model, not a run of attnlab: choose another folder")
-    own.admit(saved.get("code", {}), workdir)
+    custom.check_imported(saved.get("code", {}), workdir)
     try:
-        configs.check(configs.from_dict(saved))
+        configs.from_json(saved)
     except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise _damaged(path, error) from error
     return saved
+
+
+def _check_format(saved: dict, path: Path) -> None:
+    if (found := saved.get("format", 0)) != configs.FORMAT and "steps" in saved:
+        raise UserError(
+            f"{path} has format {found}, and this version of attnlab reads {configs.FORMAT}: use the version that "
+            "wrote it, or train again in a new --workdir"
+        )
 
 
 def _check_metadata(saved: dict) -> None:
@@ -125,7 +142,7 @@ def _check_metadata(saved: dict) -> None:
     extensions, passed = saved.get("extensions", []), saved.get("user_defined", {"model": None, "optimizer": False})
     is_valid = (
         isinstance(saved["corpus"]["sha256"], str)
-        and all(own.WORD.fullmatch(word) and isinstance(digest, str) for word, digest in saved.get("code", {}).items())
+        and all({"file", "sha256"} <= source.keys() for source in saved.get("code", {}).values())
         and all(isinstance(each[name], int) for each in extensions for name in ("at_step", "from_steps", "to_steps"))
         and {"model", "optimizer"} <= passed.keys()
     )

@@ -21,10 +21,11 @@ from . import matrix_products, serving
 def experiment(vocab_size, batch_size=None, precision="float32", strategy="mesh", recipe=None, **sizes) -> Experiment:
     """What `Contender` trains, by its arguments; nothing is compiled."""
     if recipe:
-        return Experiment(run.resolve(configs.from_dict(recipe)).config, vocab_size)
+        return Experiment(run.resolve(configs.from_json(recipe)).config, vocab_size)
     config = configs.default()
     config.batch_size, config.precision = batch_size, precision
-    config.model.update(sizes | {"dropout": 0.0, "use_bias": False, "positions": "learned", "qk_norm": False})
+    config.model.update(sizes | {"dropout": 0.0, "use_bias": False, "positions": "learned"})
+    config.model.attention.qk_norm = False
     config.optimizer.update({"learning_rate": 1e-3, "b2": 0.99, "weight_decay": 0.1})
     config.steps, config.parallel.strategy = 1_000_000, strategy
     return Experiment(run.resolve(config).config, vocab_size)

@@ -19,7 +19,7 @@ def run(folder, *records):
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     facts = {"corpus": {"name": "text", "sha256": "0"}, "vocab_size": 65}
-    (folder / "config.json").write_text(configs.to_json(configs.default(), **facts))
+    (folder / "config.json").write_text(configs.to_json(configs.RunConfig(), **facts))
     return folder
 
 
@@ -53,7 +53,7 @@ def test_run_that_diverged_has_the_loss_of_chance_and_an_unfinished_one_none(tmp
 
 
 PROTOCOL = Protocol(("--config=quickstart",), (1e-3, 1e-2, 1e-1), (0,), (1, 2, 3))
-VARIANTS = [Variant("one"), Variant("two", ("--config.model.window=16",))]
+VARIANTS = [Variant("one"), Variant("two", ("--config.model.attention.window=16",))]
 
 
 def test_runs_choose_rates_on_one_half_and_seed_and_compare_on_the_others():
@@ -64,14 +64,14 @@ def test_runs_choose_rates_on_one_half_and_seed_and_compare_on_the_others():
     assert [(p.config.seed, p.config.optimizer.learning_rate, p.config.eval.part) for p in last] == [
         (1, 1e-2, "second"), (2, 1e-2, "second"), (3, 1e-2, "second")
     ]  # fmt: skip
-    assert {p.config.model.window for p in (*tuning, *last)} == {16}
+    assert {p.config.model.layers[0].window for p in (*tuning, *last)} == {16}
     assert len({p.name for p in (*tuning, *last)}) == 6
     assert not PROTOCOL._replace(rates=(1e-2,)).tuning(VARIANTS[0])
 
 
 def test_muon_keeps_the_ratio_of_its_learning_rates():
     muon = PROTOCOL._replace(options=(*PROTOCOL.options, "--config.optimizer.name=muon"))
-    before = configs.default().optimizer
+    before = configs.Optimizer()
     for point in muon.tuning(VARIANTS[0]):
         found = point.config.optimizer
         assert found.muon_learning_rate / found.learning_rate == pytest.approx(

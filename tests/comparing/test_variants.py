@@ -14,10 +14,11 @@ OPTIONS = ("--config=quickstart",)
 
 def test_variants_of_a_file_are_texts_or_dictionaries_and_come_after_those_of_the_command(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("VARIANTS = {'one': 'model.window=16 model.sinks=True', 'two': {'data.path': '/my texts/a.txt'}}")
+    one = "model.width=16 model.attention.sinks=True"
+    file.write_text(f"VARIANTS = {{'one': '{one}', 'two': {{'data.path': '/my texts/a.txt'}}}}")
     assert parse(["zero:"], str(file)) == [
         Variant("zero"),
-        Variant("one", ("--config.model.window=16", "--config.model.sinks=True")),
+        Variant("one", ("--config.model.width=16", "--config.model.attention.sinks=True")),
         Variant("two", ("--config.data.path=/my texts/a.txt",)),
     ]
     assert [variant.name for variant in parse([], "compare_positions")][:2] == ["rotary", "alibi"]
@@ -32,12 +33,12 @@ def test_names_of_folders_differ_where_names_do():
     ("given", "message"),
     [
         (["alibi"], 'expected "NAME: FIELD=VALUE FIELD=VALUE"'),
-        ([": model.window=3"], 'expected "NAME: FIELD=VALUE FIELD=VALUE"'),
-        (["a: model.windo=3"], "--variant='a': config.model.windo .*did you mean model.window"),
-        (["a: model.window"], "--variant='a': config.model.window has no value"),
+        ([": seed=3"], 'expected "NAME: FIELD=VALUE FIELD=VALUE"'),
+        (["a: model.widht=3"], "--variant='a': config.model.widht .*did you mean model.width"),
+        (["a: model.width"], "--variant='a': config.model.width has no value"),
         (["a: seed=3"], "--variant='a': config.seed is chosen"),
         (["a: model.mlp='gated"], "--variant='a': No closing quotation"),
-        (["a:", "a: model.window=3"], "--variant='a' is given twice"),
+        (["a:", "a: model.width=3"], "--variant='a' is given twice"),
     ],
 )
 def test_mistake_in_a_variant_is_named(given, message):
@@ -70,8 +71,7 @@ def test_matched_widths_are_the_nearest_that_keep_heads_whole():
         assert found % step == 0 and found != 64
 
         def distance(width, config=config):
-            config.model.width = width
-            return abs(size(config, 65, of) - wanted)
+            return abs(size(config.changed({"model.width": width}), 65, of) - wanted)
 
         assert distance(found) <= min(distance(found - step), distance(found + step))
         assert variant.comparable == (distance(found) <= 0.05 * wanted)
@@ -80,7 +80,7 @@ def test_matched_widths_are_the_nearest_that_keep_heads_whole():
 @pytest.mark.parametrize("head_dim, message", [(8, "'fixed' has [0-9,]+ at width .*: no width makes it"), (32, "")])
 def test_width_is_not_changed_where_the_state_does_not_depend_on_it(head_dim, message):
     options = (*OPTIONS, "--config.precision=float32", "--config.model.num_layers=2", "--config.model.context=64")
-    variants = [Variant("one"), Variant("fixed", (f"--config.model.head_dim={head_dim}",))]
+    variants = [Variant("one"), Variant("fixed", (f"--config.model.attention.head_dim={head_dim}",))]
     with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
         assert matched(variants, options, 65, "state")[1].options[-1] == "--config.model.width=128"
 

@@ -134,7 +134,7 @@ def test_recall_has_a_longer_task_where_its_queries_are_spread():
         (f"task:recall pairs={'9' * 5000}", "pairs = '9.*9': expected a value like 8"),
         ("task:recall pairs=x", "pairs = 'x': expected a value like 8"),
         ("task:recall pairs=20 rewrites=9", r"symbols = 26: expected pairs \+ rewrites = 29 or more"),
-        ("task:recall fewest=2 queries=spread", "fewest = 2 has no effect with queries = 'spread': leave it at 0"),
+        ("task:recall fewest=2 queries=spread", "fewest = 2: it has no effect with queries = 'spread': leave it at 0"),
         ("task:modular base=11", "base = 11: expected a number from 2 to 10"),
         ("task:parity shortest=50", "shortest = 50: expected longest = 40 or less"),
         ("task:induction triggers=11", "triggers = 11: expected a number from 1 to 10"),

@@ -18,11 +18,13 @@ from tests.parameters import parameters
 PROMPTS = [np.array(prompt) for prompt in ([1], [1, 2, 3, 4, 5, 6], np.arange(8) % 5, np.arange(13) % 11)]
 TOKENIZER = make("char", "abcdefghij ")
 
+SIZES = {"vocab_size": 11, "num_heads": 2, "width": 16, "context": 8, "use_bias": True, "tie_embeddings": False}
+
 
 @functools.cache
 def gpt(positions="learned"):
     layers = 2 if positions == "learned" else 1
-    model = GPT(11, layers, num_heads=2, width=16, context=8, positions=positions, tie_embeddings=False)
+    model = GPT.of(**SIZES, num_layers=layers, positions=positions, attention={"qk_norm": False})
     return model, parameters(model, np.zeros((1, 1), np.int32), seed=3)  # whose texts are varied
 
 
@@ -80,8 +82,10 @@ def test_greedy_text_with_learned_positions_is_of_the_last_half_beyond_context(k
 @pytest.mark.parametrize("positions", ["alibi", pytest.param("rotary", marks=pytest.mark.slow)])
 def test_other_positions_beyond_context_roll(positions):
     """In one layer, rolling is attention to a window of the context's size."""
-    model, params = gpt(positions)
-    text, following = [1, 2, 3], most_likely(model.clone(context=64, window=8), params, size=23)
+    _, params = gpt(positions)
+    window = {"context": 64, "num_layers": 1, "attention": {"window": 8, "qk_norm": False}}
+    windowed = GPT.of(**SIZES | window, positions=positions)
+    text, following = [1, 2, 3], most_likely(windowed, params, size=23)
     for _ in range(20):
         text.append(following(text))
     assert tokens(positions, np.array([1, 2, 3]), 20, temperature=0.0)[0].tolist() == text[3:]
@@ -188,18 +192,17 @@ def test_prompt_of_another_form_is_rejected(own_errors, prompt, options, message
 
 
 @functools.cache
-def recurrent(pattern, positions="none"):
+def recurrent(layers, positions="none"):
     """With a window of the context, so that a hybrid's full pass attends to what its rolling cache holds."""
-    window = 8 if "local" in pattern else None
-    options = {"positions": positions, "pattern": pattern, "window": window, "tie_embeddings": False}
-    model = GPT(11, 2, num_heads=2, width=16, context=8, **options)
+    local = {"local": {"window": 8}} if "local" in layers else {}
+    model = GPT.of(**SIZES, num_layers=2, layers=layers, positions=positions, **local)
     return model, parameters(model, np.zeros((1, 1), np.int32), seed=3)
 
 
-@pytest.mark.parametrize("pattern", [pytest.param("gated_delta", marks=pytest.mark.slow), "gru local"])
-def test_log_probabilities_of_recurrent_layers_are_those_of_the_full_pass(pattern):
+@pytest.mark.parametrize("layers", [pytest.param("gated_delta", marks=pytest.mark.slow), "gru local"])
+def test_log_probabilities_of_recurrent_layers_are_those_of_the_full_pass(layers):
     """Of prompts of different lengths, far beyond the context; of a prompt longer than it the end is read alone."""
-    model, params = recurrent(pattern)
+    model, params = recurrent(layers)
     steps = list(decode(model, params, PROMPTS, 20, seed=1))
     drawn, found = (np.stack([getattr(step, name) for step in steps], axis=1) for name in ("tokens", "logprobs"))
     texts = [np.append(prompt[-8:], row) for prompt, row in zip(PROMPTS, drawn)]

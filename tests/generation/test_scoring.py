@@ -18,7 +18,7 @@ from tests.parameters import parameters
 
 @functools.cache
 def gpt():
-    model = GPT(vocab_size=256, num_layers=1, num_heads=2, width=16, context=8)
+    model = GPT.of(vocab_size=256, num_layers=1, num_heads=2, width=16, context=8)
     return model, parameters(model, np.zeros((1, 1), np.int32))
 
 

@@ -114,14 +114,14 @@ def test_logits_are_never_held_at_once(training_step):
 
 @pytest.mark.parametrize("name", ["v5e", "h100"])
 def test_decode_step_compiles_with_a_cache_for_the_context(name, topology, compiled):
-    model = GPT(vocab_size=64, num_layers=2, num_heads=2, width=32, context=128, dtype=jnp.bfloat16)
+    model = GPT.of(vocab_size=64, num_layers=2, num_heads=2, width=32, context=128, dtype=jnp.bfloat16)
     mesh = Mesh(np.array(topology(name).devices[:1]), ("x",), axis_types=(AxisType.Auto,))
     place = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     token, key = jnp.zeros(1, jnp.int32), drawing.keys(seed=0, num_samples=1)
     state = jax.eval_shape(lambda: loop.State(token, model.init_caches(1), key, token, jnp.ones(1, bool)))
     params, state = jax.tree.map(lambda x: place(x.shape, x.dtype), (params, state))
-    draw = drawing.Draw(temperature=0.8, vocab_size=model.vocab_size)
+    draw = drawing.Draw(temperature=0.8, vocab_size=model.config.vocab_size)
 
     def decode(params, state):
         return loop.decode_ahead(model, draw, (), params, state, loop.AHEAD, loop.AHEAD)
@@ -132,7 +132,7 @@ def test_decode_step_compiles_with_a_cache_for_the_context(name, topology, compi
 
 @pytest.mark.parametrize("platform, name, tokens", [("tpu", "v5e", 128), ("cuda", "h100", 1)])
 def test_exported_step_compiles_where_it_is_to_run(platform, name, tokens, topology, compiled):
-    model = GPT(vocab_size=64, num_layers=2, num_heads=2, width=32, context=128, dtype=jnp.bfloat16)
+    model = GPT.of(vocab_size=64, num_layers=2, num_heads=2, width=32, context=128, dtype=jnp.bfloat16)
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     exported = export.deserialize(export_step(model, params, tokens=tokens, platforms=platform).serialize())
     mesh = Mesh(np.array(topology(name).devices[:1]), ("x",), axis_types=(AxisType.Auto,))

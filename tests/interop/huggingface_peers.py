@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from attnlab.interop.huggingface import from_hf
+from attnlab.nn import GPT
 
 SIZES = {
     "vocab_size": 67,
@@ -60,24 +61,13 @@ PEERS = {
     "qwen3": ("Qwen3", {"head_dim": 16, "rope_parameters": LINEAR}),
     "gemma2": (
         "Gemma2",
-        {
-            "head_dim": 10,
-            "sliding_window": 6,
-            "query_pre_attn_scalar": 24,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 5.0,
-        },
+        {"head_dim": 10, "sliding_window": 6, "query_pre_attn_scalar": 24}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     ),
     "gemma3_text": (
         "Gemma3Text",
-        {
-            "head_dim": 12,
-            "num_hidden_layers": 3,
-            "layer_types": [LOCAL, GLOBAL, LOCAL],
-            "sliding_window": 6,
-            "query_pre_attn_scalar": 24,
-            "rope_parameters": GEMMA3_ROPE,
-        },
+        {"head_dim": 12, "num_hidden_layers": 3, "layer_types": [LOCAL, GLOBAL, LOCAL]}
+        | {"sliding_window": 6, "query_pre_attn_scalar": 24, "rope_parameters": GEMMA3_ROPE},
     ),
     "olmo2": ("Olmo2", {"tie_word_embeddings": True}),
     "phi3": ("Phi3", {"rope_parameters": PART}),
@@ -232,6 +222,11 @@ def kept(name: str) -> tuple[dict, dict]:
 def ours(name: str):
     """The same as our model and its parameters."""
     return from_hf(*kept(name))
+
+
+def gpt2(**values) -> GPT:
+    """A GPT-2 of these sizes, with biases unless they say otherwise."""
+    return GPT.of(**{"positions": "learned", "use_bias": True, "attention": {"qk_norm": False}} | values)
 
 
 def assert_same(one, other):

@@ -13,7 +13,7 @@ from tests.parameters import parameters
 
 X = np.random.default_rng(0).standard_normal((2, 6, 8)).astype(np.float32)
 TOKENS = np.arange(12, dtype=np.int32).reshape(2, 6) % 10
-MODEL = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+MODEL = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
 
 
 def in_nnx(module, inputs):

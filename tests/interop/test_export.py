@@ -15,7 +15,8 @@ from attnlab.training import state
 from tests.parameters import parameters
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-MODEL = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=24)
+SIZES = {"vocab_size": 10, "num_layers": 1, "num_heads": 2, "width": 8, "context": 24}
+MODEL = GPT.of(**SIZES)
 PARAMS = parameters(MODEL, np.zeros((1, 1), np.int32))
 TOKENS = np.random.default_rng(1).integers(0, 10, (2, 22), dtype=np.int32)
 
@@ -28,14 +29,14 @@ def through_bytes(exported):
 @pytest.mark.parametrize(
     "options",
     [
-        {"positions": "rotary", "kv_heads": 1, "window": 5},
-        pytest.param({"dtype": jnp.bfloat16, "impl": "blockwise"}, marks=pytest.mark.slow),
-        pytest.param({"positions": "none", "pattern": "gated_delta"}, marks=pytest.mark.slow),
+        {"attention": {"kv_heads": 1, "window": 5}},
+        pytest.param({"dtype": jnp.bfloat16, "attention": {"impl": "blockwise"}}, marks=pytest.mark.slow),
+        pytest.param({"layers": "gated_delta"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_exported_prefill_and_steps_equal_model(options):
-    model = MODEL.clone(**options)
+    model = GPT.of(**SIZES, **options)
     params = jax.tree.map(lambda x: x / 4, parameters(model, TOKENS[:, :1]))  # for logits below 1
     prefill, step = (through_bytes(export_step(model, params, batch=2, tokens=tokens)) for tokens in (18, 1))
     caches = jax.tree.map(np.zeros_like, tuple(map(tuple, model.init_caches(batch=2))))
@@ -53,28 +54,27 @@ def test_exported_prefill_and_steps_equal_model(options):
 
 @pytest.mark.parametrize("dtype, tokens", [(jnp.float32, 1), (jnp.bfloat16, 300)])  # 300 of them by tiles
 def test_export_targets_every_platform_from_any(dtype, tokens):
-    model = MODEL.clone(dtype=dtype, positions="rotary")
+    model = MODEL.replace(dtype=dtype)
     exported = export_step(model, jax.eval_shape(lambda: PARAMS), tokens=tokens, capacity=300)
     assert exported.platforms == PLATFORMS
 
 
 def test_export_uses_cpu_barriers_on_cpu_only():
-    model = MODEL.clone(dtype=jnp.bfloat16)
+    model = MODEL.replace(dtype=jnp.bfloat16)
     programs = {name: export_step(model, PARAMS, platforms=[name]).mlir_module() for name in PLATFORMS}
     assert "optimization_barrier" in programs["cpu"]
     assert "optimization_barrier" not in programs["cuda"] + programs["tpu"]
 
 
 def test_export_capacity_may_exceed_context():
-    exported = export_step(MODEL.clone(positions="rotary"), PARAMS, batch=3, tokens=2, capacity=40)
+    exported = export_step(MODEL, PARAMS, batch=3, tokens=2, capacity=40)
     assert exported.out_avals[1].shape == (3, 40, 2, 4)
     assert exported.out_avals[0].shape == (3, 2, 10)
 
 
 def test_export_keeps_named_backend():
-    programs = {
-        impl: export_step(MODEL.clone(impl=impl), PARAMS).mlir_module() for impl in ("auto", "dense", "blockwise")
-    }
+    models = {impl: GPT.of(**SIZES, attention={"impl": impl}) for impl in ("auto", "dense", "blockwise")}
+    programs = {impl: export_step(model, PARAMS).mlir_module() for impl, model in models.items()}
     assert programs["auto"] == programs["dense"] != programs["blockwise"]
 
 
@@ -98,8 +98,8 @@ def test_export_accepts_one_platform_as_string():
 @pytest.mark.slow
 def test_exported_training_step_equals_local_step():
     """The state is passed as a list of arrays, as JAX cannot serialize other libraries' types, such as optax's."""
-    model = MODEL.clone(dtype=jnp.bfloat16, dropout=0.1, impl="blockwise")
-    optimizer = optimizers.make(configs.default().optimizer, steps=10)
+    model = GPT.of(**SIZES, dtype=jnp.bfloat16, dropout=0.1, attention={"impl": "blockwise"})
+    optimizer = optimizers.make(configs.Optimizer(), steps=10)
     before = state.create(model, optimizer, seed=0)
     batch = Batch(np.asarray(TOKENS), np.arange(2, dtype=np.int32), np.ones(2, np.float32))
     leaves, structure = jax.tree.flatten(before)

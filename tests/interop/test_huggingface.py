@@ -14,9 +14,10 @@ import tokenizers as huggingface
 
 from attnlab.data import published, subwords, tokenizers
 from attnlab.interop.huggingface import from_hf, save_hf
-from attnlab.nn import GPT, MultiHeadAttention
+from attnlab.nn import MultiHeadAttention
 from attnlab.support.errors import UserError
 from tests.interop.huggingface_peers import assert_same, peer
+from tests.interop.huggingface_peers import gpt2 as make_gpt2
 from tests.parameters import parameters
 from tests.texts import TEXT
 
@@ -44,7 +45,7 @@ def test_hf_other_weight_formats_load_equal(tmp_path):
 
 @pytest.fixture(scope="module")
 def small():
-    model = GPT(vocab_size=11, num_layers=2, num_heads=2, width=8, context=6)
+    model = make_gpt2(vocab_size=11, num_layers=2, num_heads=2, width=8, context=6)
     return model, parameters(model, np.zeros((1, 1), np.int32))
 
 
@@ -56,7 +57,7 @@ def test_folder_that_exists_is_refused(small, tmp_path):
 
 
 def test_export_without_biases_writes_zero_biases(small, tmp_path):
-    model = small[0].clone(use_bias=False)
+    model = small[0].replace(use_bias=False)
     params = parameters(model, np.zeros((1, 1), np.int32))
     other, its_params = from_hf(save_hf(tmp_path / "gpt2", model, params))
     tokens = np.array([[1, 2, 3]])
@@ -68,7 +69,7 @@ def test_export_of_a_padded_vocabulary_has_its_tokens_alone(small, tmp_path):
     model, params = small
     padded = model.over_tokens(8)
     other, its_params = from_hf(save_hf(tmp_path / "gpt2", padded, params))
-    assert other == model.clone(vocab_size=8) and its_params["params"]["embed"]["embedding"].shape == (8, 8)
+    assert other == model.replace(vocab_size=8) and its_params["params"]["embed"]["embedding"].shape == (8, 8)
     tokens = np.array([[1, 2, 3]])
     found, expected = jax.jit(lambda: (other.apply(its_params, tokens), padded.apply(params, tokens)))()
     np.testing.assert_allclose(found, expected, atol=1e-6)  # products of other sizes
@@ -179,7 +180,7 @@ def gpt2(tmp_path_factory):
     """A folder like those of the hub, with random weights and a GPT-2 tokenizer trained on a text."""
     folder = tmp_path_factory.mktemp("hub") / "gpt2"
     tokenizer = tokenizers.make("bpe", TEXT, vocab_size=300)
-    model = GPT(vocab_size=tokenizer.vocab_size + 3, num_layers=2, num_heads=2, width=16, context=48)
+    model = make_gpt2(vocab_size=tokenizer.vocab_size + 3, num_layers=2, num_heads=2, width=16, context=48)
     params = parameters(model, np.zeros((1, 1), np.int32))
     return save_hf(folder, model, params, tokenizer)
 

@@ -5,21 +5,16 @@ import math
 import pytest
 
 from attnlab.interop.huggingface import make_config, make_model
-from attnlab.nn import GPT, Latent, Recurrence, Rotary
+from attnlab.nn import GPT, AttentionConfig, Rotary
+from attnlab.nn.config import KINDS
 from attnlab.ops.masks import Causal
 from attnlab.support.errors import UserError
+from tests.interop.huggingface_peers import gpt2
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 67,
-    "hidden_size": 48,
-    "intermediate_size": 100,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "max_position_embeddings": 256,
-}
+LLAMA = {"model_type": "llama", "vocab_size": 67, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 6}
+LLAMA |= {"num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": 256}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"type": "yarn", "factor": 4.0}
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
@@ -27,19 +22,38 @@ def model_of(model_type, **options):
     return make_model(LLAMA | {"model_type": model_type} | options, "config.json")
 
 
+def layer(kind="attention", **options):
+    """A layer as Llama's with these options."""
+    return KINDS[kind](**({"qk_norm": False} if issubclass(KINDS[kind], AttentionConfig) else {}) | options)
+
+
+def layers(*kinds, **options):
+    return {"layers": tuple(layer(kind, **options) for kind in kinds)}
+
+
+def layer_of(model_type, **options):
+    """The first layer of a model."""
+    return model_of(model_type, **options).config.layer(0)
+
+
+def kinds(model):
+    return " ".join(layer.kind for layer in model.config.layers)
+
+
 def test_defaults_are_those_of_each_family():
-    llama = model_of("llama")
+    llama, of_llama = model_of("llama").config, layer_of("llama")
     assert (llama.tie_embeddings, llama.norm_epsilon, llama.activation, llama.use_bias) == (False, 1e-6, "silu", False)
-    assert (llama.mlp_ratio, llama.kv_heads, llama.head_dim, llama.rotary) == (100 / 48, None, None, Rotary())
-    gemma = model_of("gemma2", num_key_value_heads=2)
-    assert (gemma.head_dim, gemma.score_scale, gemma.soft_cap, gemma.logit_cap) == (256, None, 50.0, 30.0)
+    assert (llama.mlp_ratio, of_llama.kv_heads, of_llama.head_dim, of_llama.rotary) == (100 / 48, 6, 8, Rotary())
+    gemma = model_of("gemma2", num_key_value_heads=2).config
+    local, _ = gemma.layers
+    assert (local.head_dim, local.scale, local.soft_cap, gemma.logit_cap) == (256, 1 / 16, 50.0, 30.0)
     assert (gemma.tie_embeddings, gemma.activation, gemma.embedding_scale) == (True, "gelu_tanh", 48**0.5)
-    assert (gemma.window, gemma.pattern) == (4096, "local global")
-    assert model_of("gemma3_text").pattern == "local local local local local global"
-    assert model_of("mistral", num_key_value_heads=6).window == 4096
-    assert model_of("qwen3", head_dim=8).window is None
-    assert model_of("qwen2").qkv_bias and not model_of("qwen2").attention_bias
-    assert model_of("olmo2").norm_epsilon == model_of("phi3").norm_epsilon == 1e-5
+    assert (local.window, kinds(model_of("gemma2"))) == (4096, "local attention")
+    assert kinds(model_of("gemma3_text")) == "local local local local local attention"
+    assert layer_of("mistral", num_key_value_heads=6).window == 4096
+    assert layer_of("qwen3", head_dim=8).window is None
+    assert layer_of("qwen2").qkv_bias and not layer_of("qwen2").use_bias
+    assert model_of("olmo2").config.norm_epsilon == model_of("phi3").config.norm_epsilon == 1e-5
 
 
 ROTARY = {
@@ -50,12 +64,9 @@ ROTARY = {
         {"rope_scaling": {"rope_type": "llama3", "type": "llama3", **LLAMA3}, "rope_theta": 5e5},
         Rotary(5e5, scaling="llama3", factor=8.0, original_context=64, slow_turns=2.0),
     ),
-    "yarn of the whole context": (
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-        Rotary(scaling="yarn", factor=4.0, original_context=256),
-    ),
+    "yarn of the whole context": ({"rope_scaling": YARN}, Rotary(scaling="yarn", factor=4.0, original_context=256)),
     "yarn of a context that is given outside": (
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32},
+        {"rope_scaling": YARN, "original_max_position_embeddings": 32},
         Rotary(scaling="yarn", factor=4.0, original_context=32),
     ),
     "yarn with everything": (
@@ -71,13 +82,13 @@ ROTARY = {
 @pytest.mark.parametrize("options, rotary", ROTARY.values(), ids=ROTARY)
 def test_rotary_options_of_older_and_newer_files(options, rotary):
     model = model_of("llama", **options)
-    assert model.rotary == rotary
+    assert model.config.layer(0).rotary == rotary
     assert make_model(make_config(model)) == model
 
 
 def test_yarn_scales_of_scores_become_one_factor():
     options = {"type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0}
-    factor = model_of("llama", rope_scaling=options).rotary.attention_factor
+    factor = layer_of("llama", rope_scaling=options).rotary.attention_factor
     assert factor == pytest.approx((0.0707 * math.log(40) + 1) / (0.1 * math.log(40) + 1), rel=1e-12)
     off = model_of("llama", rope_scaling=options | {"mscale_all_dim": 0.0})
     assert off == model_of("llama", rope_scaling={"type": "yarn", "factor": 40.0})
@@ -85,31 +96,29 @@ def test_yarn_scales_of_scores_become_one_factor():
 
 def test_gemma3_has_two_rotary_bases_in_older_and_newer_files():
     old = {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    newer = {
-        GLOBAL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-        LOCAL: {"rope_type": "default", "rope_theta": 2e4},
-    }
+    newer = {GLOBAL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, LOCAL: {"rope_theta": 2e4}}
     model = model_of("gemma3_text", sliding_window_pattern=3, **old)
     assert model == model_of("gemma3_text", layer_types=[LOCAL, LOCAL, GLOBAL] * 2, rope_parameters=newer)
-    assert (model.pattern, model.local_base, model.rotary.factor) == ("local local global", 2e4, 8.0)
+    near, _, far = model.config.layers
+    assert (kinds(model), near.rotary.base, far.rotary.factor) == ("local local attention", 2e4, 8.0)
     without = model_of("gemma3_text", layer_types=[GLOBAL] * 6, rope_local_base_freq=2e4)
-    assert (without.window, without.local_base) == (None, None)
+    assert (without.config.layer(0).window, without.config.layer(0).rotary.base) == (None, 1e6)
     assert all(make_model(make_config(each)) == each for each in (model, without))
 
 
 PATTERNS = {
-    "all": ({"layer_types": [LOCAL] * 6}, "", 5),
-    "off": ({"use_sliding_window": False}, "", None),
-    "last ones": ({"max_window_layers": 4}, "global global global global local local", 5),
-    "period of three": ({"layer_types": [LOCAL, LOCAL, GLOBAL] * 2}, "local local global", 5),
-    "cut period": ({"layer_types": [LOCAL, LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL]}, "local local local global", 5),
+    "all": ({"layer_types": [LOCAL] * 6}, "attention", 5),
+    "off": ({"use_sliding_window": False}, "attention", None),
+    "last ones": ({"max_window_layers": 4}, "attention attention attention attention local local", 5),
+    "period of three": ({"layer_types": [LOCAL, LOCAL, GLOBAL] * 2}, "local local attention", 5),
+    "cut period": ({"layer_types": [LOCAL, LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL]}, "local local local attention", 5),
 }
 
 
 @pytest.mark.parametrize("options, pattern, window", PATTERNS.values(), ids=PATTERNS)
 def test_layer_types_become_the_shortest_pattern(options, pattern, window):
     model = model_of("qwen2", **{"use_sliding_window": True, "sliding_window": 5} | options)
-    assert (model.pattern, model.window) == (pattern, window)
+    assert (kinds(model), max((layer.window for layer in model.config.layers), key=bool)) == (pattern, window)
     assert make_model(make_config(model)) == model
 
 
@@ -124,7 +133,7 @@ REFUSED = {
     "heads of latent keys": ("deepseek_v3", DENSE | {"num_key_value_heads": 2}, "num_key_value_heads = 2 .*= 6"),
     "other rotary part": ("deepseek_v3", DENSE | {"head_dim": 8}, "head_dim = 8 .*qk_rope_head_dim = 64"),
     "dropout of differences": ("diffllama", {"attention_dropout": 0.1}, "attention_dropout = 0.1 .*expected 0"),
-    "odd heads": ("diffllama", {"num_key_value_heads": 3}, "do not fit together: .*kv_heads = 6, 3: expected even"),
+    "odd heads": ("diffllama", {"num_key_value_heads": 3}, "not fit together: differential.kv_heads = 3: .* even"),
     "time steps": ("mamba2", {"time_step_limit": [0.0, 0.1]}, r"time_step_limit = \[0.0, 0.1\] .*does not limit"),
     "no bias of a convolution": ("bamba", {"mamba_conv_bias": False}, "mamba_conv_bias = False"),
     "widths of Mamba-2": ("mamba2", {"num_heads": 5, "head_dim": 8}, "expand = 2 .*5 heads of 8"),
@@ -133,11 +142,7 @@ REFUSED = {
     "numbers of layers": ("bamba", {"attn_layer_indices": "all"}, "attn_layer_indices = 'all'"),
     "vision": ("gemma3", {"vision_config": {}}, "model_type = 'gemma3' .*more than text"),
     "quantised": ("llama", {"quantization_config": {"bits": 4}}, "quantised weights"),
-    "longrope": (
-        "phi3",
-        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
-        "rope_scaling: type = 'longrope' .*llama3, yarn",
-    ),
+    "longrope": ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling: type = 'longrope' .*llama3, yarn"),
     "Phi-3's yarn": ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling = .*yarn.*no scaling"),
     "fraction": (
         "llama",
@@ -152,9 +157,10 @@ REFUSED = {
     "activation": ("llama", {"hidden_act": "mish"}, "hidden_act = 'mish'"),
     "size": ("llama", {"hidden_size": None}, "hidden_size = None"),
     "epsilon": ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps = 'small'"),
+    "large epsilon": ("mamba2", {"layer_norm_epsilon": 2}, "layer_norm_epsilon = 2 in its config, .*at most 1"),
     "flag": ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1"),
     "heads": ("llama", {"num_attention_heads": 7}, "num_attention_heads = 7 .*hidden_size = 48"),
-    "groups": ("llama", {"num_key_value_heads": 4}, "num_heads = 6 .*kv_heads"),
+    "groups": ("llama", {"num_key_value_heads": 4}, "attention.kv_heads = 4: expected a divisor of num_heads = 6"),
 }
 
 
@@ -174,8 +180,7 @@ IGNORED = {
     ),
     "bias": ("mistral", {"attention_bias": True}, "attention_bias .*is ignored.*MistralForCausalLM"),
     "newer fraction": (
-        "qwen3",
-        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        *("qwen3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
         "rope_parameters.partial_rotary_factor .*is ignored",
     ),
     "unknown": ("phi3", {"nonsense": 1}, "config.json: nonsense .*is ignored.*Phi3ForCausal"),
@@ -220,111 +225,107 @@ def test_option_without_effect_is_ignored_in_silence(family, options, more):
 def test_partial_rotary_factor_is_read_where_the_family_does():
     half = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     for options in ({"rope_parameters": half}, {"partial_rotary_factor": 0.5}):
-        assert model_of("phi3", **options).rotary == Rotary(fraction=0.5)
-    bamba = {"mamba_n_heads": 6, "attn_layer_indices": [1]}  # within rope_parameters alone
-    assert model_of("bamba", **bamba).rotary == Rotary(fraction=0.5)
-    assert model_of("bamba", **bamba, rope_parameters=half | {"partial_rotary_factor": 1.0}).rotary == Rotary()
+        assert layer_of("phi3", **options).rotary == Rotary(fraction=0.5)
+    bamba = {"mamba_n_heads": 6, "attn_layer_indices": [0]}  # within rope_parameters alone
+    assert layer_of("bamba", **bamba).rotary == Rotary(fraction=0.5)
+    assert layer_of("bamba", **bamba, rope_parameters=half | {"partial_rotary_factor": 1.0}).rotary == Rotary()
     with pytest.warns(UserWarning, match="partial_rotary_factor in its config is ignored"):
-        assert model_of("bamba", **bamba, partial_rotary_factor=0.25).rotary.fraction == 0.5
+        assert layer_of("bamba", **bamba, partial_rotary_factor=0.25).rotary.fraction == 0.5
 
 
 def test_olmo_hybrid_has_rotary_positions_unless_their_base_is_null():
-    assert model_of("olmo_hybrid").positions == "rotary"
+    assert model_of("olmo_hybrid").config.positions == "rotary"
     for options in ({"rope_theta": None}, {"rope_parameters": {"rope_type": "default", "rope_theta": None}}):
         model = model_of("olmo_hybrid", **options)
-        assert (model.positions, model.norm_at) == ("none", "hybrid")
+        assert (model.config.positions, model.config.norm_at) == ("none", "hybrid")
         assert make_model(make_config(model, "olmo_hybrid")) == model
 
 
 def test_sizes_of_recurrent_layers_default_to_what_their_family_derives():
-    for family, options, expected in (
-        (
-            "olmo_hybrid",
-            {"linear_num_value_heads": 12},
-            Recurrence(6, 6, 12, 4, negative_eigenvalues=True, value_heads=12),
-        ),
-        ("bamba", {"mamba_n_heads": 6, "attn_layer_indices": [1]}, Recurrence(1, 256, 16, 4, value_heads=6)),
-        ("qwen3_next", {"num_experts": 0}, Recurrence(16, 128, 128, 4, value_heads=32, norm_epsilon=1e-6)),
+    for family, options, sizes in (
+        ("olmo_hybrid", {"linear_num_value_heads": 12}, (6, 6, 12, 12, 4, 1e-5)),
+        ("bamba", {"mamba_n_heads": 6, "attn_layer_indices": [1]}, (1, 256, 6, 16, 4, 1e-5)),
+        ("qwen3_next", {"num_experts": 0}, (16, 128, 32, 128, 4, 1e-6)),
     ):
-        assert model_of(family, **options).recurrence == expected
+        names = ("heads", "key_dim", "value_heads", "value_dim", "conv", "norm_epsilon")
+        assert tuple(getattr(layer_of(family, **options), name) for name in names) == sizes
 
 
 def test_sizes_of_latent_attention_are_those_of_the_config_or_its_defaults():
-    model = model_of("deepseek_v3", **DENSE)
-    assert (model.mixer, model.latent, model.positions) == ("latent", Latent(512, 1536, 128, 64, 128), "rotary")
-    assert (model.kv_heads, model.head_dim, model.score_scale, model.rotary) == (None, None, None, Rotary())
-    sizes = {"kv_lora_rank": 9, "q_lora_rank": None, "qk_nope_head_dim": 7, "qk_rope_head_dim": 4, "v_head_dim": 5}
-    assert model_of("deepseek_v3", **DENSE, **sizes).latent == Latent(9, None, 7, 4, 5)
+    sizes = {"kv_rank": 512, "q_rank": 1536, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
+    assert layer_of("deepseek_v3", **DENSE) == layer("latent", **sizes, use_bias=False)
+    options = {"kv_lora_rank": 9, "q_lora_rank": None, "qk_nope_head_dim": 7, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    sizes = {"kv_rank": 9, "nope_dim": 7, "rope_dim": 4, "value_dim": 5}
+    assert layer_of("deepseek_v3", **DENSE, **options) == layer("latent", **sizes, use_bias=False)
 
 
 def test_mscale_of_all_dimensions_scales_the_scores_of_latent_attention():
     yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "original_max_position_embeddings": 64}
     factor = 0.1 * math.log(40) + 1
-    published = model_of("deepseek_v3", **DENSE, rope_scaling=yarn | {"mscale_all_dim": 1.0})
-    assert published.score_scale == pytest.approx(192**-0.5 * factor**2, rel=1e-12)
+    published = layer_of("deepseek_v3", **DENSE, rope_scaling=yarn | {"mscale_all_dim": 1.0})
+    assert published.scale == pytest.approx(192**-0.5 * factor**2, rel=1e-12)
     assert published.rotary.attention_factor == 1.0
-    off = model_of("deepseek_v3", **DENSE, rope_scaling=yarn | {"mscale_all_dim": 0})
-    assert (off.score_scale, off.rotary.attention_factor) == (None, None)
+    off = layer_of("deepseek_v3", **DENSE, rope_scaling=yarn | {"mscale_all_dim": 0})
+    assert (off.scale, off.rotary.attention_factor) == (None, None)
     linear = {"type": "linear", "factor": 40.0, "mscale_all_dim": 0.5}
-    scale = model_of("deepseek_v3", **DENSE, rope_scaling=linear).score_scale
+    scale = layer_of("deepseek_v3", **DENSE, rope_scaling=linear).scale
     assert scale == pytest.approx(192**-0.5 * (0.05 * math.log(40) + 1) ** 2, rel=1e-12)
-    assert model_of("llama", rope_scaling=yarn | {"mscale_all_dim": 1.0}).score_scale is None
+    assert layer_of("llama", rope_scaling=yarn | {"mscale_all_dim": 1.0}).scale is None
 
 
-def test_recurrence_that_says_the_same_is_one_config():
-    mamba2 = GPT(10, 2, 4, 16, 8, mixer="mamba2", mlp_ratio=0, positions="none", norm="rms", use_bias=False)
-    said = mamba2.clone(num_heads=2, recurrence=Recurrence(1, 8, 8, 4, value_heads=4, norm_epsilon=1e-5), mlp="gated")
-    assert make_config(said) == make_config(mamba2)
+def test_recurrent_layers_that_say_the_same_are_one_config():
+    mamba2 = GPT.of(layers="mamba2", num_layers=2, width=16, mlp_ratio=0.0, norm="rms")
+    said = layers("mamba2", heads=1, key_dim=8, value_heads=4, value_dim=8)
+    assert make_config(mamba2.replace(num_heads=2, **said)) == make_config(mamba2)
     assert make_config(mamba2)["model_type"] == "mamba2"
-    fed = mamba2.clone(mlp_ratio=2, mlp="gated", activation="silu")
+    fed = mamba2.replace(mlp_ratio=2.0, mlp="gated", activation="silu")
     assert make_config(fed)["model_type"] == "bamba"
 
 
 MODEL = model_of("llama")
-DELTA = {"pattern": "gated_delta attention", "qk_norm": True, "qk_norm_joint": True}
+HYBRID = {"layers": (layer("gated_delta", gate=False), layer(qk_norm=True, qk_norm_joint=True))}
+ALONE = {"mlp_ratio": 0.0, "mlp": "plain", "activation": "gelu_tanh"}
 EXPORTS = {
-    "no family has it": ({"sinks": True}, None, "no family of transformers has this model; .*gpt2, llama, "),
-    "mask": ({"mask": Causal()}, "llama", r"model.mask = Causal\(\): llama .*None"),
-    "mixer": ({"mixer": "forget"}, None, "model.mixer = 'forget': .*no layers of forget"),
-    "pattern": ({"pattern": "attention gru"}, None, "model.pattern = 'attention gru': .*no layers of gru"),
-    "attention alone": ({"mlp_ratio": 0}, "llama", "llama does not have such models .*intermediate_size = 0"),
-    "window": ({"window": 5}, "llama", "model.window = 5: llama .*None"),
-    "mixer of another family": ({"mixer": "differential"}, "mistral", "model.mixer = 'differential': mistral .*'atten"),
-    "hybrid": (DELTA, "olmo_hybrid", "model.norm_at = 'before'"),
-    "gate": (DELTA | {"norm_at": "hybrid", "recurrence": Recurrence(gate=False)}, "olmo_hybrid", "model.recurrence = "),
+    "no family has it": (layers("attention", sinks=True), None, "no family of transformers has this model; .*gpt2, ll"),
+    "mask": (layers("attention", mask=Causal()), "llama", r"model.attention.mask = Causal\(\): llama .*None"),
+    "kind": (layers("forget") | {"positions": "auto"}, None, "model.layers = 'forget': .*no layers of forget"),
+    "kinds": (layers("attention", "gru"), None, "model.layers = 'attention gru': .*no layers of gru"),
+    "attention alone": (ALONE, "llama", "llama does not have such models .*intermediate_size = 0"),
+    "window": (layers("attention", window=5), "llama", "model.attention.window = 5: llama .*None"),
+    "windows": ({"layers": (layer("attention"), layer("local", window=5))}, "llama", "model.local.window = 5: llama"),
+    "kind of another family": (layers("differential"), "mistral", "model.layers = 'differential': mistral .*'attenti"),
+    "hybrid": (HYBRID, "olmo_hybrid", "model.norm_at = 'before'"),
+    "gate": (HYBRID | {"norm_at": "hybrid"}, "olmo_hybrid", "model.gated_delta.gate = False: olmo_hybrid .*True"),
     "positions": ({}, "gpt2", "model.positions = 'rotary': gpt2 .*'learned'"),
     "family": ({}, "bert", "model_type = 'bert': .*gpt2, llama"),
     "family that is read": ({}, "deepseek_v3", "model_type = 'deepseek_v3': .*gpt2, llama"),
-    "activation": ({"activation": "nonsense"}, "llama", "hidden_act = None"),
 }
 
 
 @pytest.mark.parametrize("changes, family, message", EXPORTS.values(), ids=EXPORTS)
 def test_model_of_no_family_is_refused_by_its_field(changes, family, message):
     with pytest.raises(UserError, match=message) as error:
-        make_config(MODEL.clone(**changes), family)
+        make_config(MODEL.replace(**changes), family)
     assert "\n" not in str(error.value)
 
 
 def test_fields_that_say_the_same_are_one_config():
-    said = MODEL.clone(
-        kv_heads=6, head_dim=8, attention_bias=False, qkv_bias=False, score_scale=8**-0.5, pattern="global"
-    )
-    assert make_config(said) == make_config(MODEL)
-    for same in ({"dropout": 0.5, "remat": "block"}, {"positions": "auto"}, {"pattern": "attention"}):
-        assert make_config(MODEL.clone(**same)) == make_config(MODEL)
+    same = [layers("attention", kv_heads=6, head_dim=8, use_bias=False, qkv_bias=False, scale=8**-0.5, heads=6)]
+    same += [layers("attention"), {"dropout": 0.5, "remat": "block"}, {"positions": "auto"}]
+    for changes in same:
+        assert make_config(MODEL.replace(**changes)) == make_config(MODEL)
 
 
 def test_family_is_the_first_that_has_the_model():
     for changes, family in (
-        ({"window": 5}, "mistral"),
-        ({"qkv_bias": True}, "qwen2"),
-        ({"qkv_bias": True, "window": 5, "pattern": "local global"}, "qwen2"),
-        ({"qk_norm": True}, "qwen3"),
-        ({"pattern": "differential"}, "diffllama"),
-        ({"rotary": Rotary(fraction=0.5)}, "phi3"),
-        ({"num_heads": 5, "head_dim": 8}, "mistral"),  # transformers' Llama needs a width that heads divide
+        (layers("attention", window=5), "mistral"),
+        (layers("attention", qkv_bias=True), "qwen2"),
+        ({"layers": (layer("local", qkv_bias=True, window=5), layer("attention", qkv_bias=True))}, "qwen2"),
+        (layers("attention", qk_norm=True), "qwen3"),
+        (layers("differential"), "diffllama"),
+        (layers("attention", rotary=Rotary(fraction=0.5)), "phi3"),
+        (layers("attention", heads=5, head_dim=8), "mistral"),  # transformers' Llama needs a width that heads divide
     ):
-        assert make_config(MODEL.clone(**changes))["model_type"] == family
+        assert make_config(MODEL.replace(**changes))["model_type"] == family
     assert make_config(MODEL, "phi3")["model_type"] == "phi3"
-    assert make_config(GPT(vocab_size=9, num_layers=1, num_heads=2, width=8, context=6))["model_type"] == "gpt2"
+    assert make_config(gpt2(num_layers=1, num_heads=2, width=8))["model_type"] == "gpt2"

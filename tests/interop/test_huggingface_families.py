@@ -27,7 +27,7 @@ def reads(name, folder):
 def writes(name, folder):
     (state, config), (model, params) = peers.kept(name), peers.ours(name)
     back = unload_state(model, params["params"], config["model_type"])
-    if model.tie_embeddings:
+    if model.config.tie_embeddings:
         embedding = next(x for key, x in state.items() if "embed" in key or "wte" in key)
         np.testing.assert_array_equal(back.pop("lm_head.weight"), embedding)
     assert back.keys() == state.keys()

@@ -18,7 +18,7 @@ from tests.training import test_pretrained
 def llama(tmp_path_factory):
     """A folder like those of the hub: a Llama 3 with random weights in bfloat16, and a tokenizer."""
     tokenizer = tokenizers.make("bpe", TEXT, vocab_size=300)
-    model = make_model(kept("llama")[1]).clone(vocab_size=tokenizer.vocab_size + 3, context=64, tie_embeddings=False)
+    model = make_model(kept("llama")[1]).replace(vocab_size=tokenizer.vocab_size + 3, context=64, tie_embeddings=False)
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     return save_hf(tmp_path_factory.mktemp("hub") / "llama", model, params, tokenizer, dtype=jnp.bfloat16)
 
@@ -34,8 +34,8 @@ def test_finetuned_llama_writes_the_same_text_in_transformers(llama, text, tmp_p
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     assert finetune(llama, text, tmp_path / "run", steps=20) == 0, capsys.readouterr().err
     model, params, tokenizer, config = attnlab.load(tmp_path / "run")
-    assert model == from_hf(llama)[0].over_tokens(tokenizer.vocab_size).clone(context=32)
-    assert (config.model.rotary.scaling, config.model.norm, config.model.tie_embeddings) == ("llama3", "rms", False)
+    assert model == from_hf(llama)[0].over_tokens(tokenizer.vocab_size).replace(context=32)
+    assert (config.model.layers[0].rotary.scaling, config.model.tie_embeddings) == ("llama3", False)
     before = from_hf(llama)[1]["params"]["output"]["embedding"]
     assert np.abs(params["params"]["output"]["embedding"] - before).max() > 1e-3
     folder = save_hf(tmp_path / "tuned", model, params, tokenizer)

@@ -8,15 +8,16 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from attnlab.interop.huggingface import from_hf, make_config, make_model, save_hf, to_hf
-from attnlab.nn import own, stack_layers
+from attnlab.masks import MaskFn
+from attnlab.nn import GPT, register, stack_layers
+from attnlab.score_mods import SoftCap
 from attnlab.support.errors import UserError
 from attnlab.training import parallel
 from tests.interop.huggingface_peers import RECURRENT, assert_same, kept, ours, tokens
-from tests.nn import user_parts
 from tests.parameters import parameters
 
 # Grouped projections, convolutions, vectors; a layer more than whole periods. All sizes are even.
-HYBRID = make_model(kept("qwen3_next")[1]).clone(vocab_size=66, num_layers=5)
+HYBRID = make_model(kept("qwen3_next")[1]).replace(vocab_size=66, num_layers=5)
 
 
 def test_stacked_hybrid_is_read_and_saved_as_it_is(tmp_path):
@@ -92,7 +93,7 @@ LAYERS = [
 @pytest.mark.parametrize("name, options, pattern", LAYERS, ids=str)
 def test_layers_of_attention_are_where_the_options_of_the_family_say(name, options, pattern):
     model = make_model(kept(name)[1] | {"num_hidden_layers": 6, "layer_types": None} | options)
-    assert (model.pattern or model.mixer) == pattern
+    assert " ".join(layer.kind for layer in model.config.layers) == pattern
     assert model == make_model(make_config(model, name))
 
 
@@ -126,7 +127,7 @@ def test_heads_for_later_tokens_are_left_out_of_a_deepseek():
 
 
 # Pairs of six value heads are no exchange: here and there they have different orders.
-DIFFERENTIAL = make_model(kept("diffllama")[1]).clone(kv_heads=None)
+DIFFERENTIAL = make_model(kept("diffllama")[1] | {"num_key_value_heads": None})
 
 
 def test_scales_of_norms_go_out_within_the_next_kernel(tmp_path):
@@ -150,17 +151,13 @@ def test_scales_of_norms_go_out_within_the_next_kernel(tmp_path):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("part", ["near", "unregistered"])
-def test_export_rejects_parts_of_a_user_by_their_name(part, tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(user_parts.SOURCE)
-    word = f"{file}:{part}" if part == "unregistered" else own.register(f"{file}:{part}")
-    for model in (
-        DIFFERENTIAL.clone(mixer=word),
-        DIFFERENTIAL.clone(mixer="attention", pattern=f"attention {word} attention"),
-    ):
-        with pytest.raises(UserError, match=f"model.* = '.*mine.py:{part}.*no layers of .*mine.py:{part}$") as error:
+@pytest.mark.parametrize("value", [SoftCap(5.0), MaskFn(lambda b, h, i, j: j > 0)], ids=["score mod", "mask"])
+def test_export_rejects_kinds_of_a_user_by_their_name(value, tmp_path):
+    kind = register(value, type(value).__name__)
+    for layers in (kind, f"attention {kind} attention"):
+        model = GPT.of(layers=layers, width=8, num_heads=2)
+        with pytest.raises(UserError, match=f"model.layers = '{layers}': .*no layers of {kind}$") as error:
             make_config(model)
         assert "\n" not in str(error.value)
-        with pytest.raises(UserError, match=f"mine.py:{part}"):
+        with pytest.raises(UserError, match=f"no layers of {kind}"):
             save_hf(tmp_path / "folder", model, {"params": {}})

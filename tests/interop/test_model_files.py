@@ -1,5 +1,6 @@
 """Safetensors files: several of them, types of 16 bits, parameters on their shardings, and the memory of loading."""
 
+import dataclasses
 import functools
 import json
 import subprocess
@@ -12,15 +13,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from attnlab.interop.huggingface import from_hf, make_model, model_files, save_hf
-from attnlab.nn import GPT, stack_layers
+from attnlab.nn import stack_layers
 from attnlab.support.errors import UserError
 from attnlab.training import parallel
-from tests.interop.huggingface_peers import kept
+from tests.interop.huggingface_peers import gpt2, kept
 from tests.parameters import parameters
 
 # Every kind of tensor: fused, transposed, vectors, of odd sizes.
-PHI3 = make_model(kept("phi3")[1]).clone(num_layers=3)
-GPT2 = GPT(vocab_size=66, num_layers=2, num_heads=4, width=24, context=32)
+PHI3 = make_model(kept("phi3")[1]).replace(num_layers=3)
+GPT2 = gpt2(vocab_size=66, num_layers=2, num_heads=4, width=24, context=32)
 MODELS = {"phi3": PHI3, "gpt2": GPT2}
 
 
@@ -160,7 +161,8 @@ from_hf(sys.argv[1])
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_loading_needs_little_more_memory_than_the_parameters(tmp_path):
     """Of 300 MB, a third of them in the embedding; pages of the mapped file are not counted."""
-    model = PHI3.clone(vocab_size=50_000, num_layers=8, num_heads=8, width=512, head_dim=64, mlp_ratio=6.0)
+    layer = dataclasses.replace(PHI3.config.layer(0), head_dim=64)
+    model = PHI3.replace(vocab_size=50_000, num_layers=8, num_heads=8, width=512, mlp_ratio=6.0, layers=(layer,))
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     params = jax.tree.map(lambda x: np.ones(x.shape, np.float32), shapes)
     folder = save_hf(tmp_path / "large", model, params, dtype=jnp.bfloat16)

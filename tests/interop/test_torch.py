@@ -9,8 +9,9 @@ import pytest
 
 from attnlab.interop.torch import from_nanogpt, from_torch, to_nanogpt, to_torch
 from attnlab.masks import Causal, Padding
-from attnlab.nn import GPT, Block, MultiHeadAttention
+from attnlab.nn import Block, MultiHeadAttention
 from attnlab.support.errors import UserError
+from tests.interop.huggingface_peers import gpt2
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -111,6 +112,7 @@ def test_to_torch_rejects_other_parameters():
         to_torch(params, theirs)
 
 
+GPT2 = {"vocab_size": 21, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12}
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 21, "dropout": 0.0, "bias": True}
 
 
@@ -142,7 +144,7 @@ def test_nanogpt_round_trip_equals_torch(bias, prefix, tmp_path):
     theirs, saved = nanogpt(bias)
     save_checkpoint(tmp_path / "ckpt.pt", saved, prefix, bias=bias, dropout=0.2)
     model, params = from_nanogpt(tmp_path / "ckpt.pt")
-    assert model == GPT(21, 2, 2, 16, 12, dropout=0.2, use_bias=bias, activation="gelu")
+    assert model == gpt2(**GPT2, dropout=0.2, use_bias=bias, activation="gelu")
     tokens = np.random.default_rng(0).integers(0, 21, (2, 12))
     assert_equal(model.apply(params, tokens), theirs(torch.from_numpy(tokens)).logits)
     state = to_nanogpt(model, params)
@@ -160,7 +162,7 @@ def test_invalid_nanogpt_checkpoint_raises_one_line(tmp_path):
         ({}, {"transformer.wpe.weight": torch.ones(12, 17)}, r"wpe.weight has shape \(12, 17\)"),
         ({}, {"lm_head.weight": torch.ones(21, 16)}, "lm_head.weight differs"),
         ({"bias": 0}, {}, "model_args.bias = 0"),
-        ({"n_head": 3}, {}, "ckpt.pt: .*width = 16 .*num_heads = 3"),
+        ({"n_head": 3}, {}, "ckpt.pt: .*width = 16: .*num_heads = 3"),
         ({"dropout": 2.0}, {}, "attn_pdrop = 2.0"),
     ):
         save_checkpoint(path, state | more, **sizes)
@@ -175,6 +177,6 @@ def test_invalid_nanogpt_checkpoint_raises_one_line(tmp_path):
     torch.save({"state": {}}, path)
     with pytest.raises(UserError, match="holds no 'model' and 'model_args'"):
         from_nanogpt(path)
-    model = GPT(21, 2, 2, 16, 12)
+    model = gpt2(**GPT2)
     with pytest.raises(UserError, match="model.activation = 'gelu_tanh': nanoGPT .*'gelu'"):
         to_nanogpt(model, model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))

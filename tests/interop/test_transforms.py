@@ -16,7 +16,7 @@ from tests.parameters import parameters
 X = np.random.default_rng(0).standard_normal((4, 6, 8)).astype(np.float32)
 TOKENS = np.arange(24, dtype=np.int32).reshape(4, 6) % 10
 LAYER = MultiHeadAttention(num_heads=4, mask=Causal())
-MODEL = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+MODEL = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
 
 
 def assert_close(ours, plain):
@@ -129,7 +129,7 @@ def test_shard_map_of_flax_layer_with_padding_equals_plain():
 
 
 def test_shard_map_dropout_with_example_keys_equals_plain():
-    model = MODEL.clone(dropout=0.5)
+    model = MODEL.replace(dropout=0.5)
 
     def apply(params, tokens, keys):
         return model.apply(params, tokens, deterministic=False, dropout_key=keys)

@@ -10,7 +10,6 @@ import pytest
 import attnlab
 from attnlab.masks import Causal, SlidingWindow
 from attnlab.nn import GPT, KVCache, MultiHeadAttention, sharding
-from attnlab.nn.kinds import KINDS
 from attnlab.score_mods import Forget, SoftCap
 from attnlab.training.optimizer import decayed
 from tests.parameters import parameters
@@ -133,8 +132,8 @@ def test_calls_that_do_not_fit_the_forget_gate_are_rejected(own_errors, module, 
 
 
 def test_rotary_positions_are_left_out():
-    model = GPT(10, num_layers=1, num_heads=4, kv_heads=2, width=16, context=12, mixer="forget", positions="auto")
-    assert KINDS["forget"].module(model, parent=None).rotary is None
+    config = GPT.of(layers="forget", forget={"kv_heads": 2}).config
+    assert config.position_encoding == "none" and config.layers[0].make(config).rotary is None
 
 
 def test_axes_of_gates_are_named_by_heads():

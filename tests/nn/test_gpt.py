@@ -9,75 +9,70 @@ import pytest
 import scipy.special
 
 from attnlab.masks import Causal, PrefixLM, Segments
-from attnlab.nn import GPT, KVCache, Rotary, stack_layers
+from attnlab.nn import GPT, KVCache, stack_layers
 from tests.parameters import parameters
 
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 8), dtype=np.int32)
+LOCAL_GLOBAL = {"layers": "local attention", "num_layers": 3}
 OPTIONS = {
-    "learned": {},
-    "rotary": {"positions": "rotary"},
-    "alibi": {"positions": "alibi", "soft_cap": 0.5},
-    "grouped": {"positions": "sinusoidal", "kv_heads": 2, "qk_norm": True},
-    "relu": {"positions": "none", "window": 3, "mlp_ratio": 2.3, "activation": "relu", "norm_epsilon": 1e-3},
-    "attention only": {"mlp_ratio": 0, "positions": "rotary"},
+    "learned": {"positions": "learned", "use_bias": True},
+    "rotary": {},
+    "alibi": {"positions": "alibi", "attention": {"soft_cap": 0.5}},
+    "grouped": {"positions": "sinusoidal", "attention": {"kv_heads": 2}},
+    "relu": {
+        "positions": "none",
+        "attention": {"window": 3, "qk_norm": False},
+        "mlp_ratio": 2.3,
+        "activation": "relu",
+        "norm_epsilon": 1e-3,
+    },
+    "attention only": {"mlp_ratio": 0.0},
     "llama": {
-        "positions": "rotary",
-        "rotary": Rotary(scaling="llama3", factor=4.0, original_context=20, fast_turns=2.0),
         "norm": "rms",
         "mlp": "gated",
         "activation": "silu",
-        "use_bias": False,
-        "qkv_bias": True,
         "tie_embeddings": False,
-        "head_dim": 6,
-        "kv_heads": 2,
+        "attention": {
+            "rotary": {"scaling": "llama3", "factor": 4.0, "original_context": 20, "fast_turns": 2.0},
+            "qk_norm": False,
+            "qkv_bias": True,
+            "head_dim": 6,
+            "kv_heads": 2,
+        },
     },
     "gemma": {
-        "positions": "rotary",
-        "rotary": Rotary(base=100.0, scaling="linear", factor=2.0),
-        "local_base": 10.0,
-        "num_layers": 3,
-        "pattern": "local global",
-        "window": 3,
+        **LOCAL_GLOBAL,
         "norm": "rms_plus_one",
         "norm_at": "both",
         "mlp": "gated",
-        "qk_norm": True,
-        "use_bias": False,
         "embedding_scale": 4.0,
-        "score_scale": 0.7,
         "logit_cap": 2.0,
-        "soft_cap": 1.5,
-        "value_residual": True,
+        "local": {"rotary": {"base": 10.0}, "window": 3, "scale": 0.7, "soft_cap": 1.5, "value_residual": True},
+        "attention": {
+            "rotary": {"base": 100.0, "scaling": "linear", "factor": 2.0},
+            "scale": 0.7,
+            "soft_cap": 1.5,
+            "value_residual": True,
+        },
     },
     "olmo": {
-        "positions": "rotary",
         "norm": "rms",
         "norm_at": "after",
-        "qk_norm": True,
-        "qk_norm_joint": True,
-        "use_bias": False,
-        "attention_bias": True,
-        "sinks": True,
         "logit_scale": 3.0,
-        "kv_heads": 2,
         "activation": "relu_squared",
+        "attention": {"qk_norm_joint": True, "use_bias": True, "sinks": True, "kv_heads": 2},
     },
     "residual": {
-        "positions": "rotary",
-        "num_layers": 3,
-        "value_residual": True,
-        "bigrams": True,
-        "kv_heads": 2,
-        "window": 3,
-        "pattern": "local global",
+        **LOCAL_GLOBAL,
+        "local": {"window": 3, "kv_heads": 2, "value_residual": True},
+        "attention": {"kv_heads": 2, "value_residual": True},
     },
-    "bigrams": {"bigrams": True, "num_layers": 1},
+    "plain": {"num_layers": 1},
 }
 
 
 def gpt(**options):
-    return GPT(**({"vocab_size": 11, "num_layers": 2, "num_heads": 4, "width": 16, "context": 8} | options))
+    return GPT.of(**({"vocab_size": 11, "num_layers": 2, "num_heads": 4, "width": 16, "context": 8} | options))
 
 
 @functools.cache
@@ -88,7 +83,7 @@ def made(option):
 
 
 @pytest.mark.parametrize(
-    "option", [pytest.param(x, marks=[pytest.mark.slow] * (x not in ("gemma", "bigrams"))) for x in OPTIONS]
+    "option", [pytest.param(x, marks=[pytest.mark.slow] * (x not in ("gemma", "plain"))) for x in OPTIONS]
 )
 def test_gpt_decoding_with_caches_equals_full_pass(option):
     model, params, apply = made(option)
@@ -112,7 +107,7 @@ PACKED = np.random.default_rng(1).integers(0, 11, (1, 25))
     [("learned", False), ("alibi", True), pytest.param("rotary", True, marks=pytest.mark.slow)],
 )
 def test_gpt_loss_of_packed_document_equals_that_of_the_document_alone(positions, stacked, float64):
-    model = gpt(positions=positions, context=24, dtype=jnp.float64, remat="block", impl="blockwise")
+    model = gpt(positions=positions, context=24, dtype=jnp.float64, remat="block", attention={"impl": "blockwise"})
     inputs, targets = PACKED[:, :-1], PACKED[:, 1:]
     params = parameters(model, inputs[:, :1])
     params = {"params": stack_layers(params["params"])} if stacked else params
@@ -143,13 +138,13 @@ def test_gpt_segments_of_another_shape_or_with_caches_raise(own_errors):
 
 
 def test_gpt_masks_of_field_and_call_equal_segments_and_causal():
-    model = gpt(positions="rotary", num_layers=1)
-    fields = [model, model.clone(mask=SAME), model.clone(mask=PrefixLM(3) & Causal())]
+    model = gpt(num_layers=1)
+    fields = [model, *(gpt(num_layers=1, attention={"mask": mask}) for mask in (SAME, PrefixLM(3) & Causal()))]
 
     @jax.jit
     def run(params):
         expected = model.apply(params, TOKENS, mask=Segments(SEGMENTS))
-        called = model.clone(remat="block").apply(params, TOKENS, mask=SAME)
+        called = model.replace(remat="block").apply(params, TOKENS, mask=SAME)
         return expected, called, *(field.apply(params, TOKENS) for field in fields)
 
     expected, called, plain, field, prefix = run(parameters(model, TOKENS))
@@ -194,7 +189,7 @@ def test_gpt_invalid_argument_raises_one_line(tokens, options, error, message, o
 
 
 def test_gpt_initial_weights_follow_gpt2():
-    model = gpt(width=128, vocab_size=500)
+    model = gpt(width=128, vocab_size=500, use_bias=True)
     logits, variables = jax.jit(model.init_with_output)(jax.random.key(1), TOKENS)
     params = jax.tree.map(np.asarray, variables["params"])
     block = params["block_1"]
@@ -219,7 +214,8 @@ def test_gpt_output_layer_is_tied_and_mlp_ratio_sets_hidden_width():
 
 
 def test_gpt_of_gpt2_size_has_its_parameter_count():
-    model = GPT(vocab_size=50257, num_layers=12, num_heads=12, width=768, context=1024)
+    sizes = {"vocab_size": 50257, "num_layers": 12, "num_heads": 12, "width": 768, "context": 1024}
+    model = GPT.of(**sizes, positions="learned", use_bias=True, attention={"qk_norm": False})
     shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == 124_439_808  # Hugging Face's GPT2LMHeadModel
 
@@ -242,7 +238,7 @@ def test_gpt_dropout_depends_on_example_key_or_linen_rng_alone():
 
 
 def test_gpt_bfloat16_keeps_float32_parameters():
-    model, (_, params, apply) = gpt(dtype=jnp.bfloat16), made("learned")
+    model, (_, params, apply) = gpt(dtype=jnp.bfloat16), made("rotary")
     shapes = jax.eval_shape(model.init, jax.random.key(1), TOKENS)
     assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
     logits, exact = np.asarray(jax.jit(model.apply)(params, TOKENS)), np.asarray(apply(params, TOKENS))
@@ -254,18 +250,18 @@ def test_gpt_bfloat16_keeps_float32_parameters():
 @pytest.mark.parametrize(
     "options, length, message",
     [
-        ({}, 9, "sequence of 9 .*8 learned positions"),
-        ({"num_heads": 3}, 8, "width = 16 .*num_heads = 3: .*15"),
+        ({"positions": "learned"}, 9, "sequence of 9 .*8 learned positions"),
+        ({"num_heads": 3}, 8, "width = 16: .*num_heads = 3, .*15"),
         ({"positions": "absolute"}, 8, "positions = 'absolute'"),
-        ({"window": -1}, 8, "window = -1"),
-        ({"kv_heads": 3}, 8, "num_heads = 4 .*kv_heads = 3: .*1"),
-        ({"num_heads": 16, "positions": "rotary"}, 8, "rotary.fraction = 1.0: rotates 1 of the 1 features of a head"),
-        ({"width": 15, "num_heads": 3, "positions": "sinusoidal"}, 8, "width = 15 is odd"),
-        ({"mlp_ratio": 0.01}, 8, "mlp_ratio = 0.01 .*width = 16 .*1/16"),
+        ({"attention": {"window": -1}}, 8, "attention.window = -1"),
+        ({"attention": {"kv_heads": 3}}, 8, "attention.kv_heads = 3: .*num_heads = 4, .*1"),
+        ({"num_heads": 16}, 8, "attention.rotary.fraction = 1.0: rotates 1 of the 1 features of a head"),
+        ({"width": 15, "num_heads": 3, "positions": "sinusoidal"}, 8, "width = 15: expected an even width"),
+        ({"mlp_ratio": 0.01}, 8, "mlp_ratio = 0.01: .*1/16 .*width = 16"),
         ({"padded_vocab_size": 10}, 8, "padded_vocab_size = 10: expected vocab_size = 11 or more"),
-        ({"pattern": "local far"}, 8, "pattern = 'local far' .*'far'"),
-        ({"pattern": "local global"}, 8, "pattern = 'local global', .*window = None"),
-        ({"qk_norm_joint": True}, 8, "qk_norm_joint = True, .*qk_norm = False"),
+        ({"layers": "local far"}, 8, "layers = 'local far': no kind 'far'"),
+        ({"layers": "local attention"}, 8, "local.window = None: expected the positions"),
+        ({"attention": {"qk_norm_joint": True, "qk_norm": False}}, 8, "attention.qk_norm_joint = True: .* qk_norm"),
     ],
 )
 def test_gpt_invalid_option_raises_one_line(options, length, message):
@@ -284,7 +280,7 @@ def test_gpt_stacked_layers_have_the_same_losses_and_gradients(option, remat):
             return model.apply({"params": params}, TOKENS, targets=targets).mean()
 
         values = jax.value_and_grad(loss)
-        return values(params, model), values(stacked, model.clone(remat=remat))
+        return values(params, model), values(stacked, model.replace(remat=remat))
 
     params = parameters(model, TOKENS)["params"]
     (loss, gradient), (looped, its_gradient) = jax.tree.map(np.asarray, run(params, stack_layers(params)))
@@ -307,7 +303,8 @@ def test_gpt_values_are_mixed_with_those_of_the_first_layer():
 
         return np.asarray(apply(jax.tree_util.tree_map_with_path(changed, variables), TOKENS))
 
-    plain = gpt(**(OPTIONS["gemma"] | {"value_residual": False}))
+    without = {kind: OPTIONS["gemma"][kind] | {"value_residual": False} for kind in ("local", "attention")}
+    plain = gpt(**OPTIONS["gemma"] | without)
     same = jax.tree.map(lambda x: x, variables["params"])
     for layer in range(3):
         share = same[f"block_{layer}"]["attention"].pop("value_share")
@@ -319,7 +316,7 @@ def test_gpt_values_are_mixed_with_those_of_the_first_layer():
 
 
 def test_gpt_places_alone_have_the_logits_and_losses_of_the_full_pass():
-    (model, params, _), targets = made("bigrams"), np.roll(TOKENS, -1, axis=1)
+    (model, params, _), targets = made("plain"), np.roll(TOKENS, -1, axis=1)
     places = np.array([[7, 0, 3], [2, 2, 5]], np.int32)
 
     def at(x):
@@ -348,35 +345,24 @@ def test_gpt_wrong_places_raise_one_line(places, message, own_errors):
         model.apply(parameters(model, TOKENS), TOKENS, places=places)
 
 
-def test_gpt_bigrams_are_added_to_the_logits():
-    _, variables, apply = made("bigrams")
-    table = np.random.default_rng(0).standard_normal((11, 11)).astype(np.float32)
-    changed, without = (
-        {"params": variables["params"] | {"bigrams": {"embedding": bigrams}}} for bigrams in (table, 0 * table)
-    )
-    np.testing.assert_allclose(apply(changed, TOKENS), apply(without, TOKENS) + table[TOKENS], atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "options, chunk",
     [
         pytest.param({}, 8, marks=pytest.mark.slow),
-        pytest.param({"tie_embeddings": False, "logit_cap": 2.0}, 3, marks=pytest.mark.slow),
-        ({"bigrams": True}, 3),
+        ({"tie_embeddings": False, "logit_cap": 2.0}, 3),
     ],
-    ids=["tied", "untied, capped and in chunks", "bigrams"],
+    ids=["tied", "untied, capped and in chunks"],
 )
 def test_gpt_of_a_padded_vocabulary_is_the_model_without_padding(options, chunk, monkeypatch):
-    monkeypatch.setattr("attnlab.nn.gpt.chunk_size", lambda *sizes: chunk)
+    monkeypatch.setattr("attnlab.nn.logits.chunk_size", lambda *sizes: chunk)
     model = gpt(num_layers=1, **options)
-    padded = model.clone(padded_vocab_size=16)
+    padded = model.replace(padded_vocab_size=16)
     assert gpt(vocab_size=16, num_layers=1, **options).over_tokens(11) == padded
     params = parameters(padded, TOKENS)["params"]
-    tables = [name for name in ("embed", "output", "bigrams") if name in params]
+    tables = [name for name in ("embed", "output") if name in params]
 
     def without_padding(params):
-        rows = {name: params[name]["embedding"][:11] for name in tables}
-        return params | {name: {"embedding": x[:, :11] if name == "bigrams" else x} for name, x in rows.items()}
+        return params | {name: {"embedding": params[name]["embedding"][:11]} for name in tables}
 
     def computed(model, params):
         def loss(params):
@@ -393,7 +379,7 @@ def test_gpt_of_a_padded_vocabulary_is_the_model_without_padding(options, chunk,
 
 
 def test_gpt_with_zero_outputs_starts_as_its_embedding():
-    model = gpt(zero_outputs=True, num_layers=1, positions="rotary")
+    model = gpt(zero_outputs=True, num_layers=1)
     logits, variables = jax.jit(model.init_with_output)(jax.random.key(0), TOKENS)
     embedding = np.asarray(variables["params"]["embed"]["embedding"])
     x = embedding[TOKENS]
@@ -402,12 +388,12 @@ def test_gpt_with_zero_outputs_starts_as_its_embedding():
 
 
 def test_gpt_biases_of_attention_default_to_those_of_the_model():
-    for attention_bias, qkv_bias, expected in (
+    for use_bias, qkv_bias, expected in (
         (None, None, (True, True)),
         (False, None, (False, False)),
         (False, True, (False, True)),
         (None, False, (True, False)),
     ):
-        model = gpt(use_bias=True, attention_bias=attention_bias, qkv_bias=qkv_bias)
+        model = gpt(use_bias=True, attention={"use_bias": use_bias, "qkv_bias": qkv_bias})
         shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]["block_0"]["attention"]
         assert ("bias" in shapes["out"], "bias" in shapes["query"]) == expected

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from attnlab.nn import Block, Mlp, MultiHeadAttention, Rotary
+from attnlab.nn import Block, Mlp, MultiHeadAttention
 from tests.nn.test_gpt import TOKENS, gpt
 from tests.parameters import parameters
 
@@ -106,37 +106,32 @@ def reference(params, tokens, *, window, base, norm_at, plus_one, epsilon=1e-5):
     "kind, norm_at",
     [
         pytest.param(kind, norm_at, marks=[pytest.mark.slow] * (fast != norm_at))
-        for kind, fast in (("local", "both"), ("global", "after"))
+        for kind, fast in (("local", "both"), ("attention", "after"))
         for norm_at in ("before", "after", "both")
     ],
 )
 def test_gpt_of_todays_models_equals_formula(kind, norm_at, float64):
-    options = {"norm": "rms_plus_one" if kind == "local" else "rms", "norm_at": norm_at, "qk_norm": True}
-    options |= {"local_base": 10.0, "window": 3} if kind == "local" else {}
+    window, base = (3, 10.0) if kind == "local" else (None, 100.0)
+    layer = {"head_dim": 8, "rotary": {"base": base, "fraction": 0.5}, "sinks": True, "scale": 0.7}
     model = gpt(
         num_layers=1,
         num_heads=2,
-        head_dim=8,
-        positions="rotary",
-        rotary=Rotary(base=100.0, fraction=0.5),
-        pattern=kind,
+        layers=kind,
+        norm="rms_plus_one" if kind == "local" else "rms",
+        norm_at=norm_at,
         mlp="gated",
         activation="silu",
-        use_bias=False,
         tie_embeddings=False,
-        sinks=True,
-        score_scale=0.7,
         embedding_scale=3.0,
         logit_scale=1.5,
         logit_cap=2.0,
         dtype=jnp.float64,
-        **options,
+        **{kind: layer | ({"window": window} if window else {})},
     )
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
     params = jax.tree.map(lambda leaf: 0.3 * rng.standard_normal(leaf.shape), shapes)
-    window, base = (3, 10.0) if kind == "local" else (99, 100.0)
-    plus_one = 1 if kind == "local" else 0
-    expected = reference(params["params"], TOKENS[0], window=window, base=base, norm_at=norm_at, plus_one=plus_one)
+    options = {"window": window or 99, "base": base, "norm_at": norm_at, "plus_one": int(kind == "local")}
+    expected = reference(params["params"], TOKENS[0], **options)
     # Angles are float32: 7 radians to 5e-7, and all else float64.
     np.testing.assert_allclose(jax.jit(model.apply)(params, TOKENS)[0], expected, atol=5e-7)

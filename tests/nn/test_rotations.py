@@ -67,12 +67,12 @@ def test_rotary_yarn_between_is_linear_in_pairs():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"scaling": "ntk"}, "rotary.scaling = 'ntk'"),
-        ({"base": 0.0}, "rotary.base = 0.0"),
-        ({"fraction": 0.05}, "rotary.fraction = 0.05: rotates 0 of the 16 features"),
-        ({"fraction": 0.2}, "rotary.fraction = 0.2: rotates 3 of the 16 features"),
-        ({"factor": 0.5}, "rotary.factor = 0.5"),
-        ({"scaling": "yarn"}, "rotary.original_context = 0: 'yarn'"),
+        ({"scaling": "ntk"}, "^scaling = 'ntk'"),
+        ({"base": 0.0}, "base = 0.0"),
+        ({"fraction": 0.05}, "fraction = 0.05: rotates 0 of the 16 features"),
+        ({"fraction": 0.2}, "fraction = 0.2: rotates 3 of the 16 features"),
+        ({"factor": 0.5}, "factor = 0.5"),
+        ({"scaling": "yarn"}, "original_context = 0: 'yarn'"),
         ({"scaling": "llama3", "slow_turns": 4.0, "original_context": 9}, "slow_turns = 4.0: .*fast_turns = 4"),
     ],
 )

@@ -11,10 +11,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from attnlab.nn import GPT, sharding, stack_layers
-from attnlab.nn.kinds import MIXERS
+from attnlab.nn.config import KINDS
 from tests.parameters import parameters
 
-MODEL = GPT(vocab_size=40, num_layers=2, num_heads=4, kv_heads=2, width=16, context=12)
+SIZES = {"vocab_size": 40, "num_layers": 2, "num_heads": 4, "width": 16, "context": 12}
+MODEL = GPT.of(**SIZES, use_bias=True, attention={"kv_heads": 2})
 RULES = (("batch", "data"), ("embed", "data"), ("heads", "tensor"), ("kv_heads", "tensor"), ("mlp", "tensor"))
 
 
@@ -23,9 +24,9 @@ def mesh():
     return jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
 
-@pytest.mark.parametrize("mixer", [name for name in MIXERS if name not in ("attention", "forget")])
-def test_matrices_of_mixers_are_split_along_embed_and_heads(mixer):
-    model = GPT(40, 1, 4, 16, 12, positions="auto", mixer=mixer)
+@pytest.mark.parametrize("kind", [name for name in KINDS if name not in ("attention", "local", "forget")])
+def test_matrices_of_mixers_are_split_along_embed_and_heads(kind):
+    model = GPT.of(**SIZES | {"num_layers": 1}, layers=kind)
     shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"]
     for params in (shapes, stack_layers(shapes)):
         for path, x in jax.tree_util.tree_leaves_with_path(params):

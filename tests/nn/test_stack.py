@@ -18,7 +18,8 @@ from attnlab.nn.remat import REMAT
 from attnlab.nn.stack import is_stacked
 from tests.parameters import parameters
 
-MODEL = GPT(vocab_size=40, num_layers=2, num_heads=2, width=16, context=12, dropout=0.1)
+SIZES = {"vocab_size": 40, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12}
+MODEL = GPT.of(**SIZES, dropout=0.1)
 TOKENS = np.arange(24).reshape(2, 12)
 PARAMS = parameters(MODEL, TOKENS)["params"]
 
@@ -57,7 +58,7 @@ def test_shapes_of_stacked_layers_keep_their_shardings():
 @pytest.mark.parametrize("remat", REMAT)
 def test_stacked_layers_have_the_loss_and_gradients_of_single_ones(remat):
     expected, slopes = jax.tree.map(np.asarray, value_and_gradient(MODEL)(PARAMS))
-    loss, stacked = jax.tree.map(np.asarray, value_and_gradient(MODEL.clone(remat=remat))(stack_layers(PARAMS)))
+    loss, stacked = jax.tree.map(np.asarray, value_and_gradient(MODEL.replace(remat=remat))(stack_layers(PARAMS)))
     # Float32 sums in another order: some units of 6e-8 of the largest element.
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     largest = max(float(abs(x).max()) for x in jax.tree.leaves(slopes))
@@ -91,15 +92,16 @@ def saved(model, params):
 
 
 def test_remat_policies_store_less_in_the_order_none_dots_attention_block():
-    stored = {remat: saved(MODEL.clone(remat=remat, dropout=0.0, impl="blockwise"), PARAMS) for remat in REMAT}
+    model = GPT.of(**SIZES, attention={"impl": "blockwise"})
+    stored = {remat: saved(model.replace(remat=remat), PARAMS) for remat in REMAT}
     assert stored["none"] > stored["dots"] > stored["attention"] > stored["block"]
     # out, and the max and the log of the sum of two heads
-    assert stored["attention"] - stored["block"] == MODEL.num_layers * 24 * (16 + 4)
+    assert stored["attention"] - stored["block"] == MODEL.config.num_layers * 24 * (16 + 4)
 
 
 def test_unknown_remat_is_one_line_that_lists_the_policies():
     with pytest.raises(ValueError, match="remat = 'all'"):
-        jax.eval_shape(MODEL.clone(remat="all").init, jax.random.key(0), TOKENS)
+        MODEL.replace(remat="all")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_traced_targets_out_of_range_have_a_loss_of_nan():
 @pytest.fixture(scope="module")
 def hybrid():
     """A model whose layers are of two kinds, and its parameters."""
-    model = GPT(40, 5, 2, 16, 12, positions="none", pattern="global conv", mlp_ratio=1)
+    model = GPT.of(**SIZES | {"num_layers": 5}, positions="none", layers="attention conv", mlp_ratio=1.0)
     return model, parameters(model, TOKENS)["params"]
 
 
@@ -140,7 +142,7 @@ def test_stacked_layers_of_unlike_kinds_compute_what_single_ones_do(hybrid):
     model, params = hybrid
     stacked = stack_layers(params)
     expected, slopes = jax.device_get(value_and_gradient(model)(params))
-    found, of_stacked = jax.device_get(value_and_gradient(model.clone(remat="dots"))(stacked))
+    found, of_stacked = jax.device_get(value_and_gradient(model.replace(remat="dots"))(stacked))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     # Sums of float32 in another order, through five layers: some tens of units of 6e-8 of the largest.
     near = functools.partial(
@@ -152,7 +154,8 @@ def test_stacked_layers_of_unlike_kinds_compute_what_single_ones_do(hybrid):
 
 
 def test_learned_positions_of_a_model_without_attention_go_on_where_its_caches_end(hybrid):
-    model = hybrid[0].clone(pattern="conv", num_layers=1, positions="learned", context=14)
+    layers = hybrid[0].config.layers[1:]
+    model = hybrid[0].replace(layers=layers, num_layers=1, positions="learned", context=14)
     params = {"params": parameters(model, TOKENS)["params"]}
     apply, caches, found = jax.jit(model.apply), model.init_caches(2), []
     expected = apply(params, TOKENS)
@@ -170,15 +173,16 @@ def test_cache_of_one_layer_instead_of_all_raises_one_line(hybrid):
 
 
 @pytest.mark.parametrize(
-    "pattern, layers",
+    "layers, number",
     [
-        ("local local global", 2),
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("local global", 1), ("local local global", 5))),
+        ("local*2 attention", 2),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("local attention", 1), ("local*2 attention", 5))),
     ],
 )
-def test_stacked_layers_of_fewer_than_a_pattern_compute_what_single_ones_do(pattern, layers):
-    options = {"pattern": pattern, "window": 3, "value_residual": True, "positions": "none", "mlp_ratio": 1}
-    model = GPT(40, layers, 2, 16, 12, **options)
+def test_stacked_layers_of_fewer_than_a_pattern_compute_what_single_ones_do(layers, number):
+    residual = {"value_residual": True}
+    options = {"layers": layers, "local": {"window": 3, **residual}, "attention": residual, "mlp_ratio": 1.0}
+    model = GPT.of(**SIZES | {"num_layers": number}, **options)
     params = parameters(model, TOKENS)["params"]
     expected, found = (jax.jit(model.apply)({"params": p}, TOKENS) for p in (params, stack_layers(params)))
     np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -194,7 +198,7 @@ def test_stacked_layers_read_other_collections():
 
 
 def test_layers_drop_other_elements_than_each_other():
-    model = GPT(40, 2, 2, 16, 12, positions="none", mlp_ratio=0, dropout=0.5)
+    model = GPT.of(**SIZES, use_bias=True, mlp_ratio=0.0, dropout=0.5)
     params = jax.tree.map(np.zeros_like, parameters(model, TOKENS)["params"])
     for layer in range(2):  # adds 1 to each feature, or 2 and 0 where half of them are dropped
         params[f"block_{layer}"]["attention"]["out"]["bias"] = np.ones(16, np.float32)

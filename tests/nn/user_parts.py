@@ -3,21 +3,25 @@
 from attnlab.nn import CausalConv
 
 SOURCE = '''"""Attention that prefers near keys, one that skips even positions, and an average of the past."""
-import flax.linen as nn
+from typing import ClassVar
+
 import jax.numpy as jnp
 
 from attnlab.masks import MaskFn
-from attnlab.nn import CausalMixer, LayerOut, MixerState, MultiHeadAttention, RecurrentMixer
+from attnlab.nn import AttentionConfig, LayerOut, MixerState, MultiHeadAttention, RecurrentMixer
 from attnlab.score_mods import ScoreFn
+from attnlab.support.options import option
 
 near = ScoreFn(lambda score, b, h, i, j: score - 0.1 * (i - j))
 odd = MaskFn(lambda b, h, i, j: (j % 2 == 1) | (i == j))
 
 
 class Average(RecurrentMixer):
+    decay: float = option("factor of an input, one token later", 0.6, low=0.01, high=1)
+
     def mix(self, x, state, context):
         v = self._dense("value", self.num_heads, self.value_features(x.shape[-1]))(x)
-        ones, g = jnp.ones((*v.shape[:-1], 1), v.dtype), jnp.full(v.shape[:-1], -0.5)
+        ones, g = jnp.ones((*v.shape[:-1], 1), v.dtype), jnp.full(v.shape[:-1], jnp.log(self.decay))
         z, last_state = self._recur(ones, ones, v, state, context, g=g)
         return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state))
 
@@ -25,18 +29,12 @@ class Average(RecurrentMixer):
         return 1
 
 
-class Needy(CausalMixer):
-    order: int
-
-
-class Reader(RecurrentMixer):
-    reads = "key_dim"
-
-
 class Shifted(MultiHeadAttention):
-    @classmethod
-    def of_model(cls, model, **fields):
-        return super().of_model(model, **fields | {"rotary": None})
+    pass
+
+
+class ShiftedConfig(AttentionConfig, of=Shifted, kind="Shifted"):
+    rotary: ClassVar[None] = None
 '''
 
 

@@ -118,9 +118,8 @@ def nnx_model():
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-@functools.cache
 def gpt(**fields):
     """A GPT of two layers, and its weights."""
     shape = {"vocab_size": VOCABULARY, "num_layers": 2, "num_heads": HEADS, "width": WIDTH, "context": 8}
-    model = attnlab.nn.GPT(**{**shape, **fields})
+    model = attnlab.nn.GPT.of(**{**shape, **fields})
     return model, variables(model)

@@ -122,7 +122,7 @@ def test_a_layer_that_is_called_twice_has_a_site_for_each_call():
 
 
 def test_stacked_layers_give_the_captures_of_single_ones():
-    model, params = models.gpt(kv_heads=2, positions="rotary")
+    model, params = models.gpt(attention={"kv_heads": 2})
 
     @jax.jit
     def both(params):
@@ -176,14 +176,14 @@ def test_capture_passes_through_jit_vmap_and_grad():
 
 
 def test_without_a_listener_the_program_is_the_same_text(monkeypatch):
-    model, params = models.gpt(kv_heads=2)
+    model, params = models.gpt(attention={"kv_heads": 2})
     run = lambda p: model.apply(p, TOKENS)  # noqa: E731
     assert set(params) == {"params"}  # `init` creates no collections of its own
     tapped = str(jax.make_jaxpr(run)(params))
     jax.make_jaxpr(lambda: see.capture(model, params, TOKENS))()
     assert str(jax.make_jaxpr(run)(params)) == tapped
     monkeypatch.setattr(taps, "tap", lambda module, name, value: value)
-    monkeypatch.setattr(taps, "attended", lambda module, attend, weights, v, drops: attend())
+    monkeypatch.setattr(taps, "attended", lambda module, z, weights, v, drops: z)
     assert str(jax.make_jaxpr(run)(params)) == tapped
 
 

@@ -25,8 +25,8 @@ def frozen(run):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"kv_heads": 2, "positions": "rotary", "qk_norm": True, "num_layers": 1},
-        slow({"impl": "blockwise", "window": 3, "kv_heads": 1}),
+        {"attention": {"kv_heads": 2}, "num_layers": 1},
+        slow({"attention": {"impl": "blockwise", "window": 3, "kv_heads": 1}}),
     ],
     ids=["grouped", "blockwise"],
 )

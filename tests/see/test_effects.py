@@ -22,7 +22,7 @@ def metric(logits):
 
 @functools.cache
 def grouped():
-    return models.gpt(kv_heads=2, positions="rotary")
+    return models.gpt(attention={"kv_heads": 2})
 
 
 @functools.cache
@@ -83,7 +83,7 @@ def test_all_heads_are_one_compilation_and_other_weights_need_none():
 def test_ablating_a_head_computes_the_layers_from_its_own_on_alone():
     """All heads take a forward pass, and each of them (L + 1) / 2L of one on average."""
     layers, heads = 3, 4
-    model = GPT(vocab_size=32, num_layers=layers, num_heads=heads, width=64, context=32)
+    model = GPT.of(vocab_size=32, num_layers=layers, num_heads=heads, width=64, context=32)
     tokens = np.zeros((1, 32), np.int32)
     params = parameters(model, tokens)
     frame, inputs = framed(model, params, (tokens,), {})

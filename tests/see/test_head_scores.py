@@ -115,7 +115,7 @@ def test_kind_without_targets_is_nan_and_has_no_heads():
 @pytest.mark.slow
 def test_untrained_model_has_no_head_of_any_kind():
     """Six kinds and eight heads of ten models."""
-    gpt = GPT(64, num_layers=2, num_heads=4, width=32, context=48, positions="rotary")
+    gpt = GPT.of(vocab_size=64, num_layers=2, num_heads=4, width=32, context=48)
     tokens = np.asarray(repeats(0, batch_size=32, length=48, vocab_size=64))
 
     @jax.jit

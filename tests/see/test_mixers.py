@@ -19,6 +19,7 @@ LAYERS = {
     "gated_attention": nn.MultiHeadAttention(2, mask=Causal(), output_gate=True),
 }
 NORMALIZED = ("gated_delta", "delta_product", "rwkv7")
+SIZES = {"vocab_size": 11, "num_heads": 2, "width": 16, "context": 8}
 WANT = ("q", "k", "v", "pattern", "z")
 
 
@@ -71,7 +72,7 @@ def test_capture_of_a_recurrence_with_padding_and_documents_is_of_the_pattern():
 
 
 def test_hybrid_names_layers_without_a_pattern_and_sees_the_others():
-    model = nn.GPT(11, 3, 2, 16, 8, positions="auto", pattern="linear gru attention")
+    model = nn.GPT.of(**SIZES, num_layers=3, layers="linear gru attention")
     found = see.sites(model, parameters(model, TOKENS), TOKENS)
     assert [(site.path, site.kind, site.verified) for site in found] == [
         ("block_0/attention", "LinearAttention", True),
@@ -85,7 +86,7 @@ def test_hybrid_names_layers_without_a_pattern_and_sees_the_others():
 
 
 def test_model_without_any_pattern_is_refused_in_one_line():
-    model = nn.GPT(11, 2, 2, 16, 8, positions="auto", mixer="gru")
+    model = nn.GPT.of(**SIZES, num_layers=2, layers="gru")
     params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
     with pytest.raises(ValueError, match="^GPT has no attention .*: layers of GRU have no pattern and no heads$"):
         see.sites(model, params, TOKENS)

@@ -57,7 +57,7 @@ def gpt2(tmp_path_factory):
     """A folder as Hugging Face writes it, with a tokenizer of 300 subwords."""
     tokenizer = tokenizers.make("bpe", TEXT * 9, vocab_size=300)
     sizes = {"vocab_size": tokenizer.vocab_size, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12}
-    model = GPT(**sizes, positions="learned", qk_norm=False)
+    model = GPT.of(**sizes, positions="learned", use_bias=True, attention={"qk_norm": False})
     params = parameters(model, np.zeros((1, 1), np.int32))
     return save_hf(tmp_path_factory.mktemp("gpt2") / "gpt2", model, params, tokenizer)
 
@@ -154,13 +154,13 @@ def test_page_of_a_gpt2_has_one_checkpoint_and_scores_of_each_layer(gpt2, capsys
 
 @pytest.mark.slow
 def test_page_of_a_hybrid_has_the_layers_with_a_pattern_as_shares(capsys, tmp_path):
-    mixer = "delta_product"
-    workdir = trained(tmp_path, "model.num_layers=3", f"model.pattern={mixer} gru attention")
+    kind = "delta_product"
+    workdir = trained(tmp_path, "model.num_layers=3", f"model.layers={kind} gru attention")
     code, printed, err = see(capsys, workdir)
     assert code == 0, err
     assert printed.splitlines()[:2] == [
         "layers of gru have no pattern: the page is without them",
-        f"the pattern of {mixer} is what a state reads of each token, as a share of absolute values",
+        f"the pattern of {kind} is what a state reads of each token, as a share of absolute values",
     ]
     shown = weights_of(workdir / "see.html")[0]
     np.testing.assert_allclose(shown.reshape(-1, shown.shape[-1]).sum(axis=-1), 1, atol=0.06)  # of 15 bytes

@@ -46,9 +46,9 @@ def of(logits, tokens):
 @pytest.mark.parametrize("kind", ["grouped", "flax", slow("hybrid"), slow("rms_norm")])
 def test_contributions_sum_to_the_logits(kind):
     model, params = {
-        "grouped": lambda: models.gpt(kv_heads=2, positions="rotary", use_bias=False),
+        "grouped": lambda: models.gpt(attention={"kv_heads": 2}),
         "flax": lambda: (models.Flax(), models.variables()),
-        "hybrid": lambda: models.gpt(num_layers=3, positions="auto", pattern="gated_delta gru attention"),
+        "hybrid": lambda: models.gpt(num_layers=3, use_bias=True, layers="gated_delta gru attention"),
         "rms_norm": lambda: (WithRMSNorm(), models.variables(WithRMSNorm())),
     }[kind]()
     logits = np.asarray(jax.jit(model.apply)(params, TOKENS))

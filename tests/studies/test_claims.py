@@ -19,7 +19,7 @@ from attnlab._studies import (
     sinks,
     state_tracking,
 )
-from attnlab.nn.fields import POSITIONS
+from attnlab.nn.config import POSITIONS
 from attnlab.study import registry
 
 

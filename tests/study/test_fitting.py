@@ -11,7 +11,7 @@ from attnlab.data.tasks import repeats
 from attnlab.nn import GPT
 from attnlab.study import fitting
 
-MODEL = GPT(vocab_size=8, num_layers=1, num_heads=2, width=8, context=12, positions="rotary", mlp_ratio=0)
+MODEL = GPT.of(vocab_size=8, num_layers=1, num_heads=2, width=8, context=12, mlp_ratio=0.0)
 
 
 loss, init = fitting.next_token(MODEL).values()

@@ -158,7 +158,7 @@ def test_causal_mask_of_no_known_kind_is_wrong_where_queries_are_fewer():
         (lambda q, k, v: q.swapaxes(1, 2), "wrong", "out has shape (1, 1, 2, 1), expected (1, 2, 1, 1)"),
         (lambda q, k, v: (q, q[..., 0].swapaxes(1, 2)), "wrong", "lse has shape (1, 1, 2), expected (1, 2, 1)"),
         (lambda a, b, c: a, "refused", "unexpected keyword argument 'q'"),
-        (lambda q, k, v: absent, "wrong", "NameError: name 'absent' is not defined (test_check.py:"),
+        (lambda q, k, v: absent, "wrong", "NameError: name 'absent' is not defined (test_check.py:"),  # noqa: F821
     ],
 )
 def test_results_and_errors_of_other_kinds_are_told(function, outcome, why):

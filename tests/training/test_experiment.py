@@ -81,7 +81,11 @@ def test_step_in_bfloat16_moves_stacks_of_layers_as_integers_on_cpus():
     assert not re.search(r"dynamic_(update_)?slice.*xbf16>", program)
 
 
-@pytest.mark.parametrize("model", [None, GPT(40, 1, 2, 16, 8), Small(dropout=0.0)], ids=["config", "GPT", "module"])
+@pytest.mark.parametrize(
+    "model",
+    [None, GPT.of(vocab_size=40, num_layers=1, num_heads=2, width=16, context=8), Small(dropout=0.0)],
+    ids=["config", "GPT", "module"],
+)
 def test_losses_are_over_the_tokens_of_the_tokenizer_alone(model):
     fields = {"model.vocab_size": 40, "model.dropout": 0.0} if model is None else {}
     run = experiment(model=model, **fields)

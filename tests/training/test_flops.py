@@ -9,16 +9,22 @@ from jax import lax
 from attnlab import attention
 from attnlab.masks import Causal, MaskFn, SlidingWindow
 from attnlab.nn import GPT, MultiHeadAttention, register
+from attnlab.nn.config import KINDS
 from attnlab.ops import counting
 from attnlab.training import flops
 
-MODEL = GPT(vocab_size=96, num_layers=2, num_heads=4, width=128, context=64, positions="learned", impl="dense")
+SIZES = {"vocab_size": 96, "num_layers": 2, "num_heads": 4, "width": 128, "context": 64, "positions": "learned"}
+SMALL = {"vocab_size": 10, "num_layers": 2, "num_heads": 4, "width": 16, "context": 16}
 
 
-@pytest.mark.parametrize("options", [{"kv_heads": 2, "mlp_ratio": 1.5, "mlp": "gated"}, {"mlp_ratio": 0}], ids=str)
+def model_of(impl="dense", window=None, kv_heads=None, **fields):
+    return GPT.of(**SIZES | fields, attention={"impl": impl, "window": window, "kv_heads": kv_heads})
+
+
+@pytest.mark.parametrize("options", [{"kv_heads": 2, "mlp_ratio": 1.5, "mlp": "gated"}, {"mlp_ratio": 0.0}], ids=str)
 def test_flops_per_token_match_xla_count(options):
     """XLA counts every key of dense attention, and elementwise operations besides matrix products."""
-    model = MODEL.clone(**options)
+    model = model_of(**options)
     tokens = jax.ShapeDtypeStruct((8, 64), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)
 
@@ -28,13 +34,13 @@ def test_flops_per_token_match_xla_count(options):
     # The tokens are an argument: XLA would fold constants, and not count what depends on them alone.
     counted = jax.jit(jax.grad(loss)).lower(params, tokens).compile().cost_analysis()["flops"] / tokens.size
     keys_not_counted = 64 - (64 + 1) / 2
-    formula = flops.per_token(model, 64) + 12 * model.num_layers * model.width * keys_not_counted
+    formula = flops.per_token(model, 64) + 12 * 2 * 128 * keys_not_counted
     assert formula <= counted <= 1.15 * formula
 
 
 def test_flops_per_token_count_keys_within_the_window():
     visible = [sum(min(i + 1, 5) for i in range(64)) / 64, sum(i + 1 for i in range(64)) / 64]
-    windowed, full = flops.per_token(MODEL.clone(window=5), 64), flops.per_token(MODEL, 64)
+    windowed, full = (flops.per_token(model_of(window=window), 64) for window in (5, None))
     assert full - windowed == pytest.approx(12 * 2 * 128 * (visible[1] - visible[0]))
 
 
@@ -49,13 +55,13 @@ OF_CACHES = {
 }
 
 
-@pytest.mark.parametrize("mixer", OF_CACHES)
-def test_decoded_token_takes_two_for_each_weight_and_what_its_cache_holds(mixer):
-    model = GPT(10, 2, 4, 16, 16, positions="auto", mixer=mixer)
+@pytest.mark.parametrize("kind", OF_CACHES)
+def test_decoded_token_takes_two_for_each_weight_and_what_its_cache_holds(kind):
+    model = GPT.of(**SMALL, layers=kind)
     params = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"]
     leaves = jax.tree_util.tree_leaves_with_path(params)
     weights = sum(leaf.size for path, leaf in leaves if path[-1].key == "kernel" and "conv" not in path[-2].key)
-    assert flops.per_decoded_token(model, 7) == 2 * (weights + 10 * 16) + 2 * OF_CACHES[mixer]
+    assert flops.per_decoded_token(model, 7) == 2 * (weights + 10 * 16) + 2 * OF_CACHES[kind]
 
 
 class EightTimes(MultiHeadAttention):
@@ -66,9 +72,10 @@ class EightTimes(MultiHeadAttention):
 
 @pytest.mark.parametrize("impl", ["dense", "blockwise"])
 def test_layer_of_a_user_that_attends_eight_times_takes_eight_times_as_much(impl):
-    once = MODEL.clone(num_layers=1, impl=impl, context=300)
-    assert flops.per_token(once, 300) == flops.per_token(once.clone(impl="auto"), 300)
-    eight = flops.per_token(once.clone(mixer=register(EightTimes)), 300)
+    once, auto = (model_of(each, num_layers=1, context=300) for each in (impl, "auto"))
+    assert flops.per_token(once, 300) == flops.per_token(auto, 300)
+    layer = KINDS[register(EightTimes)](impl=impl)
+    eight = flops.per_token(once.replace(layers=(layer,)), 300)
     assert eight - flops.per_token(once, 300) == pytest.approx(7 * 12 * 128 * (300 + 1) / 2)
 
 
@@ -100,7 +107,8 @@ def test_peak_flops_are_plausible():
 
 def test_decoded_token_costs_its_weights_and_its_visible_keys():
     """Two layers, one with a window of 3; four heads of 4 features, two of keys; 16 positions."""
-    model = GPT(10, 2, 4, 16, 16, kv_heads=2, window=3, pattern="local global")
+    local, keys = {"window": 3}, {"kv_heads": 2}
+    model = GPT.of(**SMALL, layers="local attention", local=local | keys, attention=keys)
     weights = 2 * (16 * 4 * (2 * 4 + 2 * 2) + 2 * 4 * 16 * 16) + 10 * 16
     assert flops.per_decoded_token(model, 16) == 2 * weights + 4 * 4 * 4 * (3 + 16)
     assert flops.per_decoded_token(model, 2) == 2 * weights + 4 * 4 * 4 * (2 + 2)

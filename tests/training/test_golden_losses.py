@@ -19,6 +19,7 @@ QUICK |= {"precision": "float32", "parallel.mesh.data": 1}
 SMALL = QUICK | {"steps": 20, "model.num_layers": 2, "model.width": 32, "model.context": 32, "batch_size": 8}
 SMALL |= {"model.dropout": 0.1, "optimizer.warmup_steps": 5, "model.scan": False}
 LARGE = QUICK | {"steps": 2, "batch_size": 1, "optimizer.accumulation": 1, "eval.windows": 1, "precision": "bfloat16"}
+LOCAL = {"model.local.window": 8, "model.local.kv_heads": 2, "model.local.qk_norm": False}
 RUNS = {
     "quickstart": ("quickstart", QUICK),
     "llama_tiny": ("llama_tiny", QUICK),
@@ -27,8 +28,8 @@ RUNS = {
     "mesh": ("quickstart", SMALL | {"parallel.mesh.data": 2, "parallel.mesh.fsdp": 2}),
     "accumulation": ("quickstart", SMALL | {"optimizer.accumulation": 4}),
     "documents": ("quickstart", SMALL | {"data.packing": "documents"}),
-    "local": ("llama_tiny", SMALL | {"model.pattern": "local global", "model.window": 8, "model.num_layers": 5}),
-    "loop": ("llama_tiny", SMALL | {"model.scan": True, "model.value_residual": True, "model.num_layers": 5}),
+    "local": ("llama_tiny", SMALL | {"model.layers": "local attention", "model.num_layers": 5} | LOCAL),
+    "loop": ("llama_tiny", SMALL | {"model.scan": True, "model.attention.value_residual": True, "model.num_layers": 5}),
 }
 # Rounding differs between processors and compilers, and training amplifies it. In float32, on JAX 0.10 and 0.12, with
 # XLA's optimizations and without, losses differ by up to 2e-6 in twenty steps and up to 0.08 in two hundred, and the

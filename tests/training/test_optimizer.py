@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnlab.config import default
+from attnlab.config import Optimizer
 from attnlab.nn import GPT, stack_layers, unstack_layers
 from attnlab.nn.matrices import matrices_of
 from attnlab.support.errors import UserError
@@ -19,9 +19,7 @@ NAMES = ("adamw", "muon", "lion", "sgd")
 
 def changed(**fields):
     """`config.optimizer` with other fields."""
-    config = default().optimizer
-    config.update(fields)
-    return config
+    return Optimizer(**fields)
 
 
 def rates(*runs):
@@ -74,10 +72,10 @@ def test_schedule_of_extended_run_switches_at_each_extension():
     for rate, of_40, of_60, of_80 in np.reshape(found, (3, 4, 90)):
         # The same operations, which XLA may fuse differently: a few float32 roundings of the peak apart.
         expected = np.r_[of_40[:20], of_60[20:60], of_80[60:]]
-        np.testing.assert_allclose(rate, expected, rtol=0, atol=4 * 2**-23 * default().optimizer.learning_rate)
+        np.testing.assert_allclose(rate, expected, rtol=0, atol=4 * 2**-23 * Optimizer().learning_rate)
 
 
-MODEL = GPT(vocab_size=7, num_layers=2, num_heads=2, width=8, context=4, qk_norm=True, pattern="attention mamba2")
+MODEL = GPT.of(vocab_size=7, num_layers=2, num_heads=2, width=8, context=4, layers="attention mamba2")
 TOKENS = np.zeros((1, 4), np.int32)
 
 
@@ -219,9 +217,8 @@ def test_muon_without_matrices_is_one_line(matrices):
 
 
 def test_half_life_in_tokens_halves_a_gradients_weight_whatever_the_batch():
-    config = default().optimizer
-    assert optimizers.decay_rate(config, 768) == config.b2
-    config.b2_halflife = 30_720.0
+    assert optimizers.decay_rate(Optimizer(), 768) == Optimizer().b2
+    config = Optimizer(b2_halflife=30_720.0)
     for tokens in (768, 1536, 30_720):
         np.testing.assert_allclose(optimizers.decay_rate(config, tokens) ** (30_720 / tokens), 0.5, rtol=1e-12)
     with pytest.raises(ValueError, match=r"b2_halflife = 30720.0 tokens .*tokens_per_update"):

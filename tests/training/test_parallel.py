@@ -38,11 +38,9 @@ AXES = ("pmap", "tensor", "fsdp and context")  # the last two use every axis of 
 
 def experiment(strategy, devices, fsdp=1, tensor=1, context=1, *, accumulation=1, steps=50, packing="stream", **model):
     """A small experiment on some devices."""
-    config = configs.default()
-    config.model.update({"num_layers": 1, "width": 32, "context": 16} | model)
-    config.data.packing = packing
-    config.steps, config.batch_size, config.optimizer.accumulation = steps, 16, accumulation
-    config.precision = "float32"  # also in a process of its own
+    fields = {"steps": steps, "batch_size": 16, "optimizer.accumulation": accumulation, "data.packing": packing}
+    fields |= {f"model.{name}": value for name, value in {"num_layers": 1, "width": 32, "context": 16, **model}.items()}
+    config = configs.RunConfig.of(fields | {"precision": "float32"})  # also in a process of its own
     return Experiment(config, vocab_size=31, parallel=parallel.make(strategy, devices, fsdp, tensor, context))
 
 
@@ -108,7 +106,7 @@ def test_gradients_of_all_parts_are_summed_over_devices_once_a_step():
     "options",
     [
         {"positions": "learned", "remat": "block"},
-        SLOW({"positions": "alibi", "window": 5}),
+        SLOW({"positions": "alibi", "attention.window": 5}),
     ],
     ids=str,
 )
@@ -165,9 +163,9 @@ def test_windows_of_131072_tokens_train_over_fsdp_and_context(tmp_path, window):
         "steps": 2, "batch_size": 2, "model.num_layers": 1, "model.num_heads": 1, "model.width": 8,
         "model.context": 131_072, "data.validation_fraction": 0.3, "eval.windows": 1, "optimizer.warmup_steps": 0,
         "parallel.mesh.data": 1, "parallel.mesh.fsdp": 2, "parallel.mesh.context": 4, "sample.every": 0,
-        "model.qk_norm": False, "log.every": 1, "log.tensorboard": False, "sample.length": 1,
+        "model.attention.qk_norm": False, "log.every": 1, "log.tensorboard": False, "sample.length": 1,
     }  # fmt: skip
-    options |= {"model.window": window} if window else {}
+    options |= {"model.attention.window": window} if window else {}
     command = [sys.executable, "-m", "attnlab.train", "--config=quickstart", f"--workdir={tmp_path}"]
     command += [f"--config.{name}={value}" for name, value in options.items()]
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
@@ -183,19 +181,20 @@ def test_windows_of_131072_tokens_train_over_fsdp_and_context(tmp_path, window):
     ("fields", "message"),
     [
         ({"model.context": 66, "parallel.mesh.context": 4}, "context = 66 .*mesh.context = 4: use 64 or 68, or fewer"),
-        ({"model.width": 36, "parallel.mesh.fsdp": 8}, "model.width = 36 .*mesh.fsdp = 8: use 32 or 40"),
+        (
+            {"model.width": 36, "model.num_heads": 2, "parallel.mesh.fsdp": 8},
+            "model.width = 36 .*mesh.fsdp = 8: use 32 or 40",
+        ),
         ({"model.num_heads": 3, "model.width": 48, "parallel.mesh.tensor": 2}, "num_heads = 3 .*mesh.tensor = 2"),
-        ({"model.kv_heads": 1, "parallel.mesh.tensor": 2}, "kv_heads = 1 .*mesh.tensor = 2: use 2, or"),
+        ({"model.attention.kv_heads": 1, "parallel.mesh.tensor": 2}, "kv_heads = 1 .*mesh.tensor = 2: use 2, or"),
         ({"batch_size": 30, "optimizer.accumulation": 2}, "batch_size = 30 .*4 × 2 = 8: use 24 or 32"),
     ],
     ids=str,
 )
 def test_size_that_devices_do_not_divide_names_the_nearest_that_they_do(fields, message):
-    config = configs.default()
-    parallel.check_shares(config, 4)
-    config.update_from_flattened_dict(fields)
+    parallel.check_shares(configs.RunConfig(), 4)
     with pytest.raises(UserError, match=message):
-        parallel.check_shares(config, 4)
+        parallel.check_shares(configs.RunConfig.of(fields), 4)
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,18 @@ pytest.importorskip("safetensors", reason="safetensors is not installed")
 END_OF_TEXT = [7, 11]  # tokens without a usual name
 
 
+def of_gpt2(**fields):
+    """A GPT that a GPT-2 of Hugging Face can be."""
+    return GPT.of(num_layers=1, positions="learned", use_bias=True, attention={"qk_norm": False}, **fields)
+
+
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
     """A folder as from the Hugging Face hub: random weights, byte-level BPE, non-default options, an end of text."""
     saved = tokenizers.make("bpe", TEXT, vocab_size=300).to_dict()
     tokenizer = tokenizers.from_dict(saved | {"end_of_text": END_OF_TEXT})
-    model = GPT(tokenizer.vocab_size + 3, 1, 2, 16, 48, mlp_ratio=2.5, activation="relu", norm_epsilon=1e-4)
+    options = {"mlp_ratio": 2.5, "activation": "relu", "norm_epsilon": 1e-4}
+    model = of_gpt2(vocab_size=tokenizer.vocab_size + 3, num_heads=2, width=16, context=48, **options)
     params = parameters(model, np.zeros((1, 1), np.int32))
     return save_hf(tmp_path_factory.mktemp("hub") / "gpt2", model, params, tokenizer)
 
@@ -70,8 +76,8 @@ def started(gpt2, text, tmp_path_factory):
 def check_start(workdir, gpt2):
     model, params, tokenizer, config = attnlab.load(workdir)
     theirs, expected = from_hf(gpt2)
-    assert theirs.vocab_size == tokenizer.vocab_size + 3  # three rows of padding
-    assert model == theirs.over_tokens(tokenizer.vocab_size).clone(context=32, dropout=0.1)
+    assert theirs.config.vocab_size == tokenizer.vocab_size + 3  # three rows of padding
+    assert model == theirs.over_tokens(tokenizer.vocab_size).replace(context=32, dropout=0.1)
     expected["params"]["positions"]["embedding"] = expected["params"]["positions"]["embedding"][:32]
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     assert tokenizer.to_dict() == published.pretrained(gpt2).to_dict()
@@ -92,7 +98,7 @@ def test_exported_run_is_a_folder_with_its_weights_and_tokens(started, tmp_path,
     tables = run.params["params"]["embed"]
     tables["embedding"] = tables["embedding"][: run.tokenizer.vocab_size]  # without the rows that pad it
     jax.tree.map(np.testing.assert_array_equal, run.params, again.params)
-    assert again.model == run.model.clone(dropout=again.model.dropout, padded_vocab_size=None)
+    assert again.model == run.model.replace(dropout=again.model.config.dropout, padded_vocab_size=None)
     assert run.tokenizer.end_of_text == again.tokenizer.end_of_text == tuple(END_OF_TEXT)
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == END_OF_TEXT
     assert json.loads((folder / "tokenizer_config.json").read_text())["eos_token"] == run.tokenizer.decode([7])
@@ -194,7 +200,7 @@ def test_invalid_source_is_one_line_and_creates_no_workdir(gpt2, text, tmp_path,
     broken = shutil.copytree(gpt2, tmp_path / "broken")
     weights = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(weights[:-9])
-    model = GPT(7, 1, 1, 4, 4)
+    model = of_gpt2(vocab_size=7, num_heads=1, width=4, context=4)
     small = save_hf(tmp_path / "small", model, parameters(model, np.ones((1, 1), np.int32)))
     shutil.copy(gpt2 / "tokenizer.json", small)
     for source, message in (
@@ -212,7 +218,10 @@ def test_invalid_source_is_one_line_and_creates_no_workdir(gpt2, text, tmp_path,
 
 def test_sample_from_gpt2_folder_uses_its_tokenizer_also_for_unicode(gpt2, capsys):
     model, params, tokenizer, config = attnlab.load(gpt2)
-    assert model == from_hf(gpt2)[0].over_tokens(tokenizer.vocab_size) and config.model.vocab_size == model.vocab_rows
+    assert (
+        model == from_hf(gpt2)[0].over_tokens(tokenizer.vocab_size)
+        and config.model.vocab_size == model.config.vocab_rows
+    )
     assert config.model.width == 16 and json.loads((gpt2 / "config.json").read_text())["n_embd"] == 16
     command = [f"--workdir={gpt2}", "--prompt=日本 🐈", "--max_tokens=8", "--num_samples=2"]
     assert sample.main(["sample", *command]) == 0

@@ -22,9 +22,9 @@ PROMPT = "¿Qué es"
 def llama(tmp_path_factory):
     """A folder like those of the hub: random weights, and a tokenizer of SentencePiece."""
     tokenizer = ours("llama2")
-    model = GPT(
-        tokenizer.vocab_size + 3, 1, 2, 16, 48, positions="rotary", norm="rms", mlp="gated", activation="silu",
-        use_bias=False, tie_embeddings=False,
+    model = GPT.of(
+        vocab_size=tokenizer.vocab_size + 3, num_layers=1, num_heads=2, width=16, context=48, norm="rms", mlp="gated",
+        activation="silu", tie_embeddings=False, attention={"qk_norm": False},
     )  # fmt: skip
     params = parameters(model, np.zeros((1, 1), np.int32))
     return save_hf(tmp_path_factory.mktemp("hub") / "llama", model, params, tokenizer)
@@ -73,4 +73,7 @@ def test_run_from_a_llama_keeps_its_tokenizer(llama, tmp_path):
     assert run.tokenizer.to_dict() == published.pretrained(llama).to_dict()
     assert run.config.data.tokenizer == "pretrained"
     again = attnlab.load(save_hf(tmp_path / "tuned", run.model, run.params, run.tokenizer))
-    assert again.tokenizer.to_dict() == run.tokenizer.to_dict() and again.model.vocab_size == run.model.vocab_size
+    assert (
+        again.tokenizer.to_dict() == run.tokenizer.to_dict()
+        and again.model.config.vocab_size == run.model.config.vocab_size
+    )

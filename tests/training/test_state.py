@@ -40,7 +40,7 @@ def batch(first):
 def make_step(poison, **options):
     """The initial state of a bigram model, and its jitted training step."""
     model = Bigram(poison)
-    optimizer = optimizers.make(configs.default().optimizer, 100, **options)
+    optimizer = optimizers.make(configs.Optimizer(), 100, **options)
     first = jax.jit(lambda: state.create(model, optimizer, 0))()
     return first, jax.jit(functools.partial(state.train_step, model, optimizer, 0, 1))
 
@@ -68,7 +68,7 @@ def test_loss_of_packed_documents_is_the_mean_over_targets_within_them(float64):
     starts, rng = np.array([0, 7, 8, 20, 33, 41, 60]), np.random.default_rng(0)
     tokens = rng.integers(0, 11, 66)
     packed = TrainBatches(tokens, context=64, batch_size=1, seed=0, documents=starts)[0]
-    model = GPT(vocab_size=11, num_layers=1, num_heads=2, width=16, context=64, dtype=jnp.float64)
+    model = GPT.of(vocab_size=11, num_layers=1, num_heads=2, width=16, context=64, dtype=jnp.float64)
     params = jax.tree.map(np.float64, parameters(model, packed.tokens[:, :1])["params"])
     documents = [packed.tokens[packed.segments == number] for number in range(packed.segments.max() + 1)]
     # Alone, each begins at position 0, and what pads it comes after it.
@@ -89,8 +89,7 @@ def test_loss_of_packed_documents_is_the_mean_over_targets_within_them(float64):
 
 
 def test_model_without_segments_cannot_train_on_packed_documents():
-    config = configs.default()
-    config.data.packing, config.parallel.mesh.data = "documents", 1
+    config = configs.RunConfig.of({"data.packing": "documents", "parallel.mesh.data": 1})
 
     class Plain(nn.Module):
         @nn.compact
@@ -101,7 +100,11 @@ def test_model_without_segments_cannot_train_on_packed_documents():
         Experiment(config, 8, model=Plain())
 
 
-@pytest.mark.parametrize("model", [GPT(11, 1, 2, 8, 6), Bigram(1.0)], ids=["GPT", "another model"])
+@pytest.mark.parametrize(
+    "model",
+    [GPT.of(vocab_size=11, num_layers=1, num_heads=2, width=8, context=6), Bigram(1.0)],
+    ids=["GPT", "another model"],
+)
 def test_answers_at_places_have_the_losses_and_accuracy_of_all_positions(model):
     rng = np.random.default_rng(0)
     tokens, targets = rng.integers(0, 7, (3, 7), np.int32), np.full((3, 6), -1, np.int32)

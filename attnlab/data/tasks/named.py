@@ -16,7 +16,7 @@ from attnlab.data.tasks.repetition import inductions
 from attnlab.data.tasks.task_draws import Number
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
-from attnlab.support.options import first_idle, first_problem, option, options
+from attnlab.support.options import check_effects, check_values, option, options
 from attnlab.types import Array
 
 PREFIX = "task:"
@@ -242,8 +242,8 @@ def parse(name: str) -> Task | None:
         values[field] = int(value) if re.fullmatch("[0-9]{1,18}", value) else value
     try:
         complete = {known: each.default for known, each in declared.items()} | values
-        if problem := first_problem(declared, complete) or first_idle(declared, complete):
-            raise ValueError(problem)
+        check_values(declared, complete)
+        check_effects(declared, complete)
         return TASKS[kind](**values)
     except ValueError as error:
         raise UserError(f"data.name = {name!r}: {error}") from error

@@ -17,11 +17,10 @@ import jax.numpy as jnp
 from attnlab.data import tokenizers
 from attnlab.interop import tensors
 from attnlab.interop.huggingface import model_files
+from attnlab.interop.huggingface.conversion import make_config, make_model
 from attnlab.interop.huggingface.families import family_of
 from attnlab.interop.huggingface.model_files import is_hf as is_hf
-from attnlab.interop.huggingface.reading import is_interleaved, make_model
 from attnlab.interop.huggingface.weights import load_state, prepared, unload_state
-from attnlab.interop.huggingface.writing import make_config
 from attnlab.nn import GPT
 from attnlab.support.errors import UserError
 from attnlab.support.extras import require
@@ -55,13 +54,13 @@ def from_hf(
       UserError: a missing or truncated file, a missing or unexpected tensor or one of another shape, another kind of
         model, an option that `GPT` does not support, or safetensors is not installed.
 
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6, norm="rms", mlp="gated")
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     >>> import tempfile
-    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "gpt2", model, params)
+    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "model", model, params)
     >>> again, its_params = from_hf(folder)
-    >>> again == model, bool((again.apply(its_params, jnp.array([[1]])) == model.apply(params, jnp.array([[1]]))).all())
-    (True, True)
+    >>> bool((again.apply(its_params, jnp.array([[1]])) == model.apply(params, jnp.array([[1]]))).all())
+    True
     """
     model_files.check_dtype(dtype)
     if hasattr(config, "to_dict"):  # transformers' own
@@ -86,7 +85,8 @@ def from_hf(
         state = None
     model, family = make_model(config, name), family_of(config, name)
     state = model_files.read_tensors(path) if state is None else state
-    options = {"interleaved": is_interleaved(config), "shardings": shardings, "dtype": dtype}
+    interleaved = bool(config.get("rope_interleave", True))
+    options = {"interleaved": interleaved, "shardings": shardings, "dtype": dtype}
     return model, {"params": load_state(model, state, name, family, **options)}
 
 
@@ -106,10 +106,10 @@ def to_hf(model: GPT, params, *, model_type: str | None = None) -> dict:
     Raises:
       UserError: an option that no family has, parameters of another model, or torch is not installed.
 
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6, norm="rms", mlp="gated")
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    >>> to_hf(model, params)["transformer.h.0.attn.c_attn.weight"].shape
-    torch.Size([8, 24])
+    >>> to_hf(model, params)["model.layers.0.self_attn.q_proj.weight"].shape
+    torch.Size([8, 8])
     """
     family = make_config(model, model_type)["model_type"]
     return tensors.as_torch(unload_state(model, tensors.bare(params), family), "to_hf")
@@ -143,9 +143,9 @@ def save_hf(
       UserError: as for `to_hf`; a folder that exists and is not empty.
 
     >>> import tempfile
-    >>> model = GPT(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
+    >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6, norm="rms", mlp="gated")
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "gpt2", model, params)
+    >>> folder = save_hf(Path(tempfile.mkdtemp()) / "model", model, params)
     >>> sorted(path.name for path in folder.iterdir())
     ['config.json', 'model.safetensors']
     """

@@ -29,41 +29,53 @@ num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_p
 no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values
 """
 METADATA = frozenset(_METADATA.split())
+# How many heads a model has that predict later tokens, in the words of several families.
+_EXTRA_HEADS = ("num_nextn_predict_layers", "num_mtp_layers")
 # Other options that a model may not read, with the values that have no effect.
 _NEUTRAL = {"pretraining_tp": 1, "position_embedding_type": "absolute", "partial_rotary_factor": 1}
 
 
 class ConfigReader:
-    """The options of a config.json, or of an object within it; it records which options are read."""
+    """The options of a config.json, or of an object within it; it records which options are read.
 
-    def __init__(self, options: Mapping[str, Any], defaults: Mapping[str, Any], name: str):
+    Methods that read an option take its default, where a config lacks it. The first default of an option holds.
+    """
+
+    def __init__(self, options: Mapping[str, Any], name: str, defaults: Mapping[str, Any] = {}):
         self.name = name
         self._options = options
         self._values = {**defaults, **options}
         self._read = set(defaults)
         self._objects = {}
 
-    def counts_of_experts(self) -> list[str]:
-        """Options that say how many experts there are, without those at 0."""
-        names = (name for name in self._values if "experts" in name and "per_tok" not in name)
-        return [name for name in names if self.get(name)]
-
-    def get(self, option: str) -> Any:
-        """The value of an option; None if it is missing."""
+    def get(self, option: str, default: Any = None) -> Any:
+        """The value of an option."""
         self._read.add(option)
-        return self._values.get(option)
+        return self._values.get(option) if default is None else self._values.setdefault(option, default)
 
-    def within(self, option: str, defaults: Mapping[str, Any]) -> "ConfigReader":
+    def within(self, option: str, defaults: Mapping[str, Any] = {}) -> "ConfigReader":
         """The options of an object, empty if it is missing or null."""
         value = self.get(option)
         if not isinstance(value, Mapping | None):
             raise self.error(option, "an object, or null")
-        self._objects[option] = ConfigReader(value or {}, defaults, f"{self.name}: {option}")
-        return self._objects[option]
+        return self._objects.setdefault(option, ConfigReader(value or {}, f"{self.name}: {option}", defaults))
+
+    def silence(self, options: str) -> None:
+        """Count options as read, as they do not change what a model computes."""
+        self._read |= set(options.split())
 
     def ignore(self, option: str) -> None:
         """Forget that an option was read."""
         self._read.discard(option)
+
+    def check_unread(self) -> None:
+        """Raise UserError for an option that was not read, and would change what a model computes."""
+        for option, value in self._options.items():
+            if value and option not in self._read:
+                if "experts" in option and "per_tok" not in option:
+                    raise self.error(option, "0: a mixture of experts is not supported")
+                if option in _EXTRA_HEADS:
+                    raise self.error(option, "0: GPT supports no other")
 
     def unread(self) -> list[str]:
         """Options that were not read, except metadata, private names, and values that turn an option off."""
@@ -75,48 +87,58 @@ class ConfigReader:
         """An error with an option, its value, and the expectation."""
         return UserError(f"{self.name}: {option} = {self.get(option)!r} in its config, expected {expected}")
 
-    def integer(self, option: str, default: int | None = None) -> int:
-        """An integer from 1 to 2³¹ − 1; `default` if it is missing or null."""
-        value = default if self.get(option) is None else self.get(option)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-            raise self.error(option, "an integer, 1 or more and below 2^31")
+    def integer(self, option: str, default: int | None = None, *, null: int | None = None, high: int = 2**31 - 1):
+        """An integer from 1 to `high`; `null` if it is null."""
+        value = null if self.get(option, default) is None else self.get(option)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
+            raise self.error(option, f"an integer from 1 to {high}")
         return value
 
-    def number(self, option: str) -> float:
-        """A finite number above 0."""
-        value = self.get(option)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.error(option, "a number above 0")
+    def optional_integer(self, option: str, default: int | None = None) -> int | None:
+        return None if self.get(option, default) is None else self.integer(option)
+
+    def number(self, option: str, default: float | None = None, *, high: float = math.inf) -> float:
+        """A finite number above 0, and at most `high`."""
+        value = self.get(option, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= high or value == math.inf:
+            raise self.error(option, "a number above 0" if high == math.inf else f"a number above 0, at most {high}")
         return float(value)
 
-    def optional_number(self, option: str) -> float | None:
-        return None if self.get(option) is None else self.number(option)
+    def optional_number(self, option: str, default: float | None = None) -> float | None:
+        return None if self.get(option, default) is None else self.number(option)
 
     def number_or_off(self, option: str) -> float | None:
         """A finite number above 0; None for 0 or null."""
         return self.number(option) if self.get(option) else None
 
-    def flag(self, option: str) -> bool:
-        value = self.get(option)
+    def probability(self, option: str, default: float) -> float:
+        """A number in [0, 1)."""
+        value = self.get(option, default)
+        if not isinstance(value, int | float) or not 0 <= value < 1:
+            raise self.error(option, "a probability in [0, 1)")
+        return float(value)
+
+    def flag(self, option: str, default: bool | None = None) -> bool:
+        value = self.get(option, default)
         if not isinstance(value, bool):
             raise self.error(option, "true or false")
         return value
 
-    def activation(self, option: str) -> str:
+    def activation(self, option: str, default: str) -> str:
         """attnlab's name of an activation."""
-        value = self.get(option)
+        value = self.get(option, default)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise self.error(option, f"one of {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[value]
 
-    def only(self, supported: Mapping[str, Any]) -> None:
+    def only(self, **supported) -> None:
         """Raise UserError for an option with another value than the supported one."""
         for option, value in supported.items():
             if self.get(option) not in (None, value):
                 raise self.error(option, f"{value!r}: GPT supports no other")
 
 
-def activation_name(activation: str, first: str = "") -> str | None:
-    """The name in config.json for an activation of attnlab, preferably `first`; None if there is none."""
+def activation_name(activation: str, first: str = "") -> str:
+    """The name in config.json for an activation of attnlab, preferably `first`."""
     names = [name for name, ours in ACTIVATIONS.items() if ours == activation]
-    return first if first in names else names[0] if names else None
+    return first if first in names else names[0]

@@ -1,74 +1,31 @@
-"""The families of models in `transformers` that a `GPT` can be, by the options of their config.json."""
+"""The families of models in `transformers` that a `GPT` can be.
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+A family is two functions, which read a config.json as a `ModelConfig` and write one, and its names of tensors. A reader
+sets what its models are, whatever the defaults of `ModelConfig`. A writer may be called with any model: whether its
+family has the model is known by reading what it writes.
+"""
 
-from attnlab.interop.huggingface import mixer_tensors
-from attnlab.interop.huggingface.config_reader import ConfigReader
-from attnlab.interop.tensors import Tensor
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from attnlab.interop.huggingface import decoders, tensor_names
+from attnlab.interop.huggingface import rotary as rotaries
+from attnlab.interop.huggingface.config_reader import ConfigReader, activation_name
+from attnlab.interop.huggingface.decoders import attention_of, biased, llama_like, write_biased
+from attnlab.interop.huggingface.tensor_names import Names
+from attnlab.nn import AttentionConfig, ModelConfig, Rotary
+from attnlab.nn.differential import DifferentialConfig
+from attnlab.nn.latent_attention import LatentConfig
+from attnlab.nn.mixers.gated_delta_net import GatedDeltaConfig
+from attnlab.nn.mixers.mamba2 import Mamba2Config
 from attnlab.support.errors import UserError
 
-_GPT2 = {
-    "vocab_size": "vocab_size",
-    "n_embd": "width",
-    "n_layer": "num_layers",
-    "n_head": "num_heads",
-    "n_positions": "context",
-    "activation_function": "activation",
-    "layer_norm_epsilon": "norm_epsilon",
-    "tie_word_embeddings": "tie_embeddings",
-}
 DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # of GPT-2
-ALL_DROPOUTS = (*DROPOUTS, "attention_dropout")
-_DECODER = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "width",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "max_position_embeddings": "context",
-    "rms_norm_eps": "norm_epsilon",
-    "tie_word_embeddings": "tie_embeddings",
-}
-_LLAMA = _DECODER | {"hidden_act": "activation"}
-_BIASED = _LLAMA | {"attention_bias": "attention_bias"}
-_GEMMA = _DECODER | {
-    "hidden_activation": "activation",
-    "attention_bias": "attention_bias",
-    "final_logit_softcapping": "logit_cap",
-}
-_DEFAULTS = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
-_BIASED_DEFAULTS = _DEFAULTS | {"attention_bias": False}
-_SLIDING = {"sliding_window": 4096}
-_SOME_SLIDING = _SLIDING | {
-    "use_sliding_window": False,
-    "max_window_layers": 28,
-    "layer_types": None,
-    "num_key_value_heads": 32,
-}
-_GEMMA_DEFAULTS = _DEFAULTS | {
-    "sliding_window": 4096,
-    "layer_types": None,
-    "head_dim": 256,
-    "num_key_value_heads": 4,
-    "query_pre_attn_scalar": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-}
-_GATED = {"positions": "rotary", "norm": "rms", "mlp": "gated", "use_bias": False}
-_GEMMA_FIELDS = _GATED | {"norm": "rms_plus_one", "norm_at": "both"}
-
-_DELTA = {
-    "linear_num_key_heads": "heads",
-    "linear_key_head_dim": "key_dim",
-    "linear_num_value_heads": "value_heads",
-    "linear_value_head_dim": "value_dim",
-    "linear_conv_kernel_dim": "conv",
-}
 # Options without effect on the logits of dense models: of experts, of initial values, and of how they are computed.
 _QWEN3_NEXT_SILENT = """
 moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok norm_topk_prob
-output_router_logits router_aux_loss_coef decoder_sparse_step mlp_only_layers
+output_router_logits router_aux_loss_coef
 """
 _OLMO_HYBRID_SILENT = "linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor"
 _DEEPSEEK_V3_SILENT = """
@@ -79,293 +36,345 @@ scoring_func seq_aux topk_method num_nextn_predict_layers num_mtp_layers qk_head
 _MAMBA2_SILENT = """
 time_step_rank time_step_min time_step_max time_step_floor rescale_prenorm_residual residual_in_fp32 chunk_size
 """
-
 _EXPERTS = ("moe", "dbrx", "dots1", "mixtral")  # within the model_type of a mixture of experts
 
 
-class Recurrent(NamedTuple):
-    """The recurrent layers of a family."""
-
-    kind: str  # the word of `GPT.pattern`
-    options: Mapping[str, str]  # options of config.json that set a field of `Recurrence`
-    layers: str  # the option that says which layers are of attention; "" if none are
-    tensors: Callable[..., Iterator[Tensor]]
-    name: str  # of the layers' tensors
-    expand: str = ""  # the option that is the width of the layers over the model's, where there is one
-    same_epsilon: bool = True  # whether the layers' norms have the ε of the model's; otherwise it is 1e-5
-    hybrid: bool = False  # whether there must be layers of attention and recurrent ones
-    period: str = ""  # the option for the number of layers to one of attention, in place of `layers`; "" for 4
-
-
 class Family(NamedTuple):
-    """Properties of all models of one `model_type`."""
+    """All models of one `model_type`."""
 
     architecture: str  # the class of `transformers`
-    fields: Mapping[str, Any]  # fields of `GPT` that all models have
-    options: Mapping[str, str]  # options of config.json that set a field directly
-    # Values of options that a config.json may lack. Options of windows, local rotary bases and scales of scores exist
-    # only in the families that name them here.
-    defaults: Mapping[str, Any]
-    only: Mapping[str, Any] = {}  # options that change the function, with the one supported value
-    fused: bool = False  # whether a block's projections of the same input are one tensor
-    scales_rotary: bool = True
-    divides: bool = False  # whether num_attention_heads must divide hidden_size
-    inner_fraction: bool = False  # whether partial_rotary_factor counts within rope_parameters alone
-    rotary_optional: bool = False  # whether rope_theta may be null, for no positions
-    recurrent: Recurrent | None = None
-    names: Mapping[str, str] = {}  # parts of tensors' names, where they differ from Llama's
-    # Parts of names in files, with their names in the state dict; tensors that have the same name there are one, joined
-    # in this order.
-    file_names: Mapping[str, str] = {}
-    silent: str = ""  # options without effect on the logits
-    extra_heads: bool = False  # whether files may have heads for later tokens, which do not change the logits
-    is_written: bool = True  # whether models of GPT go out to it
-    # Whether no layer has experts, though the config counts some.
-    is_dense: Callable[[ConfigReader, int], bool] = lambda options, layers: False
+    read: Callable[[ConfigReader], ModelConfig]
+    write: Callable[[ModelConfig], dict] | None  # None for a family that is only read
+    names: Names = tensor_names.LLAMA
 
 
-def _is_dense_qwen3_next(options: ConfigReader, layers: int) -> bool:
-    dense = options.get("mlp_only_layers") or []
+def read_gpt2(hf: ConfigReader) -> ModelConfig:
+    hf.only(scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    width, rates = hf.integer("n_embd", 768), {hf.probability(option, 0.1) for option in DROPOUTS}
+    scale = None if hf.flag("scale_attn_weights", True) else 1.0
+    return ModelConfig(
+        vocab_size=hf.integer("vocab_size", 50257),
+        num_layers=hf.integer("n_layer", 12, high=10_000),
+        num_heads=hf.integer("n_head", 12),
+        width=width,
+        context=hf.integer("n_positions", 1024),
+        dropout=rates.pop() if len(rates) == 1 else 0.0,
+        positions="learned",
+        use_bias=True,
+        norm_epsilon=hf.number("layer_norm_epsilon", 1e-5, high=1.0),
+        mlp_ratio=hf.integer("n_inner", null=4 * width) / width,
+        activation=hf.activation("activation_function", "gelu_new"),
+        tie_embeddings=hf.flag("tie_word_embeddings", True),
+        layers=(AttentionConfig(scale=scale, qk_norm=False),),
+    )
+
+
+def write_gpt2(config: ModelConfig) -> dict:
+    layer = attention_of(config)
+    return {
+        "vocab_size": config.vocab_size,
+        "n_embd": config.width,
+        "n_layer": config.num_layers,
+        "n_head": layer.heads,
+        "n_positions": config.context,
+        "n_inner": config.hidden,
+        "activation_function": activation_name(config.activation),
+        "layer_norm_epsilon": config.norm_epsilon,
+        "tie_word_embeddings": config.tie_embeddings,
+        "scale_attn_weights": layer.scale != 1,
+        **dict.fromkeys(DROPOUTS, config.dropout),
+    }
+
+
+def with_biases(config: ModelConfig) -> ModelConfig:
+    """The same model with all biases, which GPT-2 always has; added biases are 0."""
+    layers = (
+        dataclasses.replace(layer, use_bias=True, qkv_bias=True) if isinstance(layer, AttentionConfig) else layer
+        for layer in config.layers
+    )
+    return config.replace(use_bias=True, layers=tuple(layers))
+
+
+def read_llama(hf: ConfigReader) -> ModelConfig:
+    decoders.check_divides(hf)
+    return llama_like(hf, AttentionConfig(**biased(hf)), use_bias=hf.flag("mlp_bias", False))
+
+
+def write_llama(config: ModelConfig) -> dict:
+    return write_biased(config, mlp_bias=config.use_bias)
+
+
+def read_mistral(hf: ConfigReader) -> ModelConfig:
+    window = hf.optional_integer("sliding_window", 4096)
+    return llama_like(hf, AttentionConfig(**decoders.attention(hf, kv_heads=8, window=window)))
+
+
+def write_mistral(config: ModelConfig) -> dict:
+    return decoders.write_llama_like(config, sliding_window=attention_of(config, is_local=True).window)
+
+
+def _read_qwen(hf: ConfigReader, options: dict) -> ModelConfig:
+    """A Qwen2 or Qwen3, whose layers have a window from one on, or by `layer_types`."""
+    uses, window = hf.flag("use_sliding_window", False), hf.get("sliding_window", 4096)
+    first = hf.integer("max_window_layers", 28) if hf.get("max_window_layers", 28) else 0
+    by_number = [uses and window is not None and n >= first for n in range(decoders.num_layers(hf))]
+    local = decoders.layer_types(hf, rotaries.LOCAL, by_number)
+    if any(local) and not uses:
+        raise hf.error("use_sliding_window", "true, as layer_types has sliding_attention")
+    return llama_like(hf, *decoders.windowed(hf, local, options))
+
+
+def _qwen_windows(config: ModelConfig) -> dict:
+    local = decoders.are_local(config)
+    return {
+        "sliding_window": attention_of(config, is_local=True).window,
+        "use_sliding_window": any(local),
+        "max_window_layers": local.index(True) if any(local) else len(local),
+        "layer_types": decoders.write_types(rotaries.LOCAL, local),
+    }
+
+
+def read_qwen2(hf: ConfigReader) -> ModelConfig:
+    return _read_qwen(hf, decoders.attention(hf, kv_heads=32, use_bias=False, qkv_bias=True))
+
+
+def write_qwen2(config: ModelConfig) -> dict:
+    return decoders.write_llama_like(config, **_qwen_windows(config))
+
+
+def read_qwen3(hf: ConfigReader) -> ModelConfig:
+    return _read_qwen(hf, biased(hf, kv_heads=32, head_dim=128, qk_norm=True))
+
+
+def write_qwen3(config: ModelConfig) -> dict:
+    return write_biased(config, **_qwen_windows(config))
+
+
+def _gemma(hf: ConfigReader, every: int, local: Mapping = {}, logit_cap: float | None = None, **options) -> ModelConfig:
+    """A Gemma 2 or 3, whose layers have a window but one of `every`, or by `layer_types`."""
+    decoders.check_divides(hf)
+    hf.silence("hidden_act sliding_window")
+    hf.get("sliding_window", 4096)
+    by_number = [n % every > 0 for n in range(1, decoders.num_layers(hf) + 1)]
+    scale = hf.number("query_pre_attn_scalar", 256.0) ** -0.5
+    options = biased(hf, kv_heads=4, head_dim=256, scale=scale, **options)
+    return llama_like(
+        hf,
+        *decoders.windowed(hf, decoders.layer_types(hf, rotaries.LOCAL, by_number), options, **local),
+        tied=True,
+        activation=hf.activation("hidden_activation", "gelu_pytorch_tanh"),
+        norm="rms_plus_one",
+        norm_at="both",
+        embedding_scale=hf.integer("hidden_size") ** 0.5,
+        logit_cap=hf.optional_number("final_logit_softcapping", logit_cap),
+    )
+
+
+def _write_gemma(config: ModelConfig, **options) -> dict:
+    return write_biased(
+        config,
+        hidden_activation=activation_name(config.activation, "gelu_pytorch_tanh"),
+        final_logit_softcapping=config.logit_cap,
+        query_pre_attn_scalar=max(1, round(attention_of(config).scale ** -2)),
+        sliding_window=attention_of(config, is_local=True).window or 4096,  # expected even if no layer has it
+        layer_types=decoders.write_types(rotaries.LOCAL, decoders.are_local(config)),
+        **options,
+    )
+
+
+def read_gemma2(hf: ConfigReader) -> ModelConfig:
+    return _gemma(hf, 2, logit_cap=30.0, soft_cap=hf.optional_number("attn_logit_softcapping", 50.0))
+
+
+def write_gemma2(config: ModelConfig) -> dict:
+    return _write_gemma(config, attn_logit_softcapping=attention_of(config).soft_cap)
+
+
+def read_gemma3(hf: ConfigReader) -> ModelConfig:
+    hf.only(use_bidirectional_attention=False)
+    rotary, local = rotaries.read_two(hf)
+    every = hf.integer("sliding_window_pattern", 6)
+    return _gemma(hf, every, {"rotary": local}, rotary=rotary, qk_norm=True)
+
+
+def write_gemma3(config: ModelConfig) -> dict:
+    return _write_gemma(config, rope_local_base_freq=float(attention_of(config, is_local=True).rotary.base))
+
+
+def read_olmo2(hf: ConfigReader) -> ModelConfig:
+    layer = AttentionConfig(**biased(hf, qk_norm=True, qk_norm_joint=True))
+    return llama_like(hf, layer, epsilon=1e-5, norm_at="after")
+
+
+def read_phi3(hf: ConfigReader) -> ModelConfig:
+    options = decoders.attention(hf, fraction=1.0, window=hf.optional_integer("sliding_window"))
+    if options["rotary"].scaling != "none":
+        option = rotaries.option_of(hf)
+        raise hf.error(option, "no scaling: Phi-3 has its own, which GPT does not support")
+    return llama_like(hf, AttentionConfig(**options), epsilon=1e-5)
+
+
+def write_phi3(config: ModelConfig) -> dict:
+    return write_mistral(config) | {"partial_rotary_factor": attention_of(config).rotary.fraction}
+
+
+def read_qwen3_next(hf: ConfigReader) -> ModelConfig:
+    dense, step = hf.get("mlp_only_layers") or [], hf.integer("decoder_sparse_step", 1)
     if not isinstance(dense, list | tuple):
-        raise options.error("mlp_only_layers", "a list of numbers of layers, or null")
-    step = options.integer("decoder_sparse_step")
-    return all(layer in dense or (layer + 1) % step for layer in range(layers))
+        raise hf.error("mlp_only_layers", "a list of numbers of layers, or null")
+    if hf.get("num_experts", 512) and not all(n in dense or (n + 1) % step for n in range(decoders.num_layers(hf))):
+        raise hf.error("num_experts", "0: a mixture of experts is not supported")
+    hf.silence(_QWEN3_NEXT_SILENT)
+    options = {"kv_heads": 2, "head_dim": 256, "fraction": 0.25, "qk_norm": True, "output_gate": True}
+    layer = AttentionConfig(**biased(hf, **options))
+    sizes = {"heads": 16, "key_dim": 128, "value_heads": 32, "value_dim": 128}
+    delta = decoders.read_delta(hf, **sizes, norm_epsilon=hf.number("rms_norm_eps", 1e-6, high=1.0))
+    recurrent = decoders.by_types(hf, hf.integer("full_attention_interval", 4))
+    return llama_like(hf, *decoders.hybrid(hf, layer, delta, recurrent), norm="rms_plus_one")
 
 
-def _is_dense_deepseek_v3(options: ConfigReader, layers: int) -> bool:
-    first = options.get("first_k_dense_replace")
-    if not isinstance(first, int) or isinstance(first, bool) or first < layers:
-        raise options.error("first_k_dense_replace", f"{layers} or more: a mixture of experts is not supported")
-    return True
+def write_qwen3_next(config: ModelConfig) -> dict:
+    return write_biased(config) | {
+        "num_experts": 0,
+        "partial_rotary_factor": attention_of(config).rotary.fraction,
+        **decoders.write_delta(config),
+    }
+
+
+def read_olmo_hybrid(hf: ConfigReader) -> ModelConfig:
+    hf.silence(_OLMO_HYBRID_SILENT)
+    rotary, positions = (Rotary(), "none") if rotaries.is_off(hf) else (None, "rotary")
+    layer = AttentionConfig(**biased(hf, qk_norm=True, qk_norm_joint=True, rotary=rotary))
+    delta = decoders.read_delta(hf, negative_eigenvalues=hf.flag("linear_allow_neg_eigval", True))
+    recurrent = decoders.by_types(hf, 4, last=False)
+    if len(set(recurrent)) < 2:
+        raise hf.error("layer_types", "layers of both kinds")
+    layers = decoders.hybrid(hf, layer, delta, recurrent)
+    return llama_like(hf, *layers, norm_at="hybrid", positions=positions)
+
+
+def write_olmo_hybrid(config: ModelConfig) -> dict:
+    layer = decoders.recurrent_of(config, GatedDeltaConfig)
+    return write_biased(config) | {
+        "linear_allow_neg_eigval": layer.negative_eigenvalues,
+        **decoders.write_delta(config),
+        **({"rope_theta": None, "rope_scaling": None} if config.position_encoding == "none" else {}),
+    }
+
+
+_MAMBA2 = {"n_groups": 8, "state_size": 128, "num_heads": 128, "head_dim": 64, "conv_kernel": 4, "expand": 2}
+_BAMBA = {"mamba_n_groups": 1, "mamba_d_state": 256, "mamba_n_heads": 128, "mamba_d_head": "auto"}
+_BAMBA |= {"mamba_d_conv": 4, "mamba_expand": 2}
+
+
+def read_mamba2(hf: ConfigReader) -> ModelConfig:
+    hf.only(use_bias=False, use_conv_bias=True)
+    hf.silence(_MAMBA2_SILENT)
+    decoders.check_silu(hf)
+    width, epsilon = hf.integer("hidden_size", 4096), hf.number("layer_norm_epsilon", 1e-5, high=1.0)
+    return ModelConfig(
+        vocab_size=hf.integer("vocab_size", 32768),
+        num_layers=decoders.num_layers(hf, 64),
+        num_heads=hf.integer("num_heads", 128),
+        width=width,
+        context=hf.integer("max_position_embeddings", 2048),  # not an option of transformers': there is no limit
+        positions="none",
+        norm="rms",
+        norm_epsilon=epsilon,
+        mlp_ratio=0.0,
+        tie_embeddings=hf.flag("tie_word_embeddings", False),
+        layers=(decoders.read_mamba2(hf, _MAMBA2, epsilon),),
+    )
+
+
+def write_mamba2(config: ModelConfig) -> dict:
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.num_layers,
+        "max_position_embeddings": config.context,
+        "layer_norm_epsilon": config.norm_epsilon,
+        "tie_word_embeddings": config.tie_embeddings,
+        **decoders.write_mamba2(config, _MAMBA2),
+    }
+
+
+def read_bamba(hf: ConfigReader) -> ModelConfig:
+    hf.only(mamba_proj_bias=False, mamba_conv_bias=True)
+    hf.silence("mamba_chunk_size num_logits_to_keep z_loss_coefficient")
+    at = hf.get("attn_layer_indices") or []
+    if not isinstance(at, list | tuple) or not all(isinstance(n, int) for n in at):
+        raise hf.error("attn_layer_indices", "the numbers of the layers of attention, or null")
+    hf.integer("max_position_embeddings", 262144)
+    layer = AttentionConfig(**biased(hf, kv_heads=8, fraction=0.5, inner=True))
+    mamba = decoders.read_mamba2(hf, _BAMBA, hf.number("rms_norm_eps", 1e-5, high=1.0))
+    layers = decoders.hybrid(hf, layer, mamba, [n not in at for n in range(decoders.num_layers(hf))])
+    return llama_like(hf, *layers, use_bias=hf.flag("mlp_bias", False))
+
+
+def write_bamba(config: ModelConfig) -> dict:
+    options = write_llama(config) | decoders.write_mamba2(config, _BAMBA)
+    attention = [n for n, layer in enumerate(decoders.layers_of(config)) if not isinstance(layer, Mamba2Config)]
+    fraction = {"partial_rotary_factor": attention_of(config).rotary.fraction}
+    return options | {
+        "rope_scaling": (options["rope_scaling"] or {"rope_type": "default"}) | fraction,
+        "attn_layer_indices": attention,
+    }
+
+
+def read_diffllama(hf: ConfigReader) -> ModelConfig:
+    hf.only(attention_dropout=0)
+    hf.silence("lambda_std_dev")
+    return llama_like(hf, DifferentialConfig(**biased(hf)), epsilon=1e-5)
+
+
+def read_deepseek_v3(hf: ConfigReader) -> ModelConfig:
+    hf.silence(_DEEPSEEK_V3_SILENT + "rope_interleave")
+    heads, rotated, first = (
+        hf.integer("num_attention_heads"),
+        hf.integer("qk_rope_head_dim", 64),
+        decoders.num_layers(hf),
+    )
+    dense = hf.get("first_k_dense_replace", 3)
+    if not isinstance(dense, int) or isinstance(dense, bool) or dense < first:
+        raise hf.error("first_k_dense_replace", f"{first} or more: a mixture of experts is not supported")
+    if rotated % 2:
+        raise hf.error("qk_rope_head_dim", "an even number, as pairs of features are rotated")
+    if heads // hf.integer("num_key_value_heads", 128, null=heads) != 1:
+        raise hf.error("num_key_value_heads", f"num_attention_heads = {heads}: all heads share one latent")
+    if hf.integer("head_dim", null=rotated) != rotated:
+        raise hf.error("head_dim", f"qk_rope_head_dim = {rotated}, whose place it takes")
+    plain, rotary = hf.integer("qk_nope_head_dim", 128), rotaries.read(hf, rotated)
+    factor = rotaries.score_factor(hf)
+    layer = LatentConfig(
+        kv_rank=hf.integer("kv_lora_rank", 512),
+        q_rank=hf.optional_integer("q_lora_rank", 1536),
+        nope_dim=plain,
+        rope_dim=rotated,
+        value_dim=hf.integer("v_head_dim", 128),
+        scale=None if factor == 1 else (plain + rotated) ** -0.5 * factor,
+        rotary=rotary,
+        use_bias=hf.flag("attention_bias", False),
+    )
+    return llama_like(hf, layer)
 
 
 FAMILIES = {
-    "gpt2": Family(
-        "GPT2LMHeadModel",
-        {"positions": "learned", "norm": "layer", "use_bias": True},
-        _GPT2,
-        {
-            "vocab_size": 50257,
-            "n_embd": 768,
-            "n_layer": 12,
-            "n_head": 12,
-            "n_positions": 1024,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": True,
-            "scale_attn_weights": True,
-            **dict.fromkeys(DROPOUTS, 0.1),
-        },
-        {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-    ),
-    "llama": Family(
-        "LlamaForCausalLM",
-        _GATED,
-        _BIASED | {"mlp_bias": "use_bias"},
-        _BIASED_DEFAULTS | {"mlp_bias": False},
-        divides=True,
-    ),
-    "mistral": Family("MistralForCausalLM", _GATED, _LLAMA, _DEFAULTS | _SLIDING | {"num_key_value_heads": 8}),
-    "qwen2": Family("Qwen2ForCausalLM", _GATED | {"qkv_bias": True}, _LLAMA, _DEFAULTS | _SOME_SLIDING),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", _GATED | {"qk_norm": True}, _BIASED, _BIASED_DEFAULTS | _SOME_SLIDING | {"head_dim": 128}
-    ),
-    "gemma2": Family(
-        "Gemma2ForCausalLM",
-        _GEMMA_FIELDS,
-        _GEMMA | {"attn_logit_softcapping": "soft_cap"},
-        _GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        divides=True,
-    ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM",
-        _GEMMA_FIELDS | {"qk_norm": True},
-        _GEMMA,
-        _GEMMA_DEFAULTS | {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 10_000.0},
-        {"use_bidirectional_attention": False},
-        divides=True,
-    ),
-    "olmo2": Family(
-        "Olmo2ForCausalLM",
-        _GATED | {"norm_at": "after", "qk_norm": True, "qk_norm_joint": True},
-        _BIASED,
-        _BIASED_DEFAULTS | {"rms_norm_eps": 1e-5},
-    ),
-    "phi3": Family(
-        "Phi3ForCausalLM",
-        _GATED,
-        _LLAMA,
-        _DEFAULTS | {"sliding_window": None, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
-        fused=True,
-        scales_rotary=False,
-    ),
-    "qwen3_next": Family(
-        "Qwen3NextForCausalLM",
-        _GATED | {"norm": "rms_plus_one", "qk_norm": True, "output_gate": True},
-        _BIASED,
-        _BIASED_DEFAULTS
-        | {
-            "head_dim": 256,
-            "num_key_value_heads": 2,
-            "partial_rotary_factor": 0.25,
-            "layer_types": None,
-            "full_attention_interval": 4,
-            "linear_num_key_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_num_value_heads": 32,
-            "linear_value_head_dim": 128,
-            "linear_conv_kernel_dim": 4,
-            "num_experts": 512,
-            "decoder_sparse_step": 1,
-        },
-        recurrent=Recurrent(
-            "gated_delta",
-            _DELTA,
-            "layer_types",
-            mixer_tensors.gated_delta_fused,
-            "linear_attn",
-            period="full_attention_interval",
-        ),
-        silent=_QWEN3_NEXT_SILENT,
-        is_dense=_is_dense_qwen3_next,
-    ),
-    "olmo_hybrid": Family(
-        "OlmoHybridForCausalLM",
-        _GATED | {"norm_at": "hybrid", "qk_norm": True, "qk_norm_joint": True},
-        _BIASED,
-        _BIASED_DEFAULTS | {"layer_types": None, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
-        rotary_optional=True,
-        file_names={
-            "attention_layer_norm": "input_layernorm",
-            "feedforward_layer_norm": "post_attention_layernorm",
-            **{f"{which}_conv1d": "conv1d" for which in "qkv"},
-        },
-        recurrent=Recurrent(
-            "gated_delta",
-            _DELTA | {"linear_allow_neg_eigval": "negative_eigenvalues"},
-            "layer_types",
-            mixer_tensors.gated_delta,
-            "linear_attn",
-            same_epsilon=False,
-            hybrid=True,
-        ),
-        silent=_OLMO_HYBRID_SILENT,
-    ),
-    "mamba2": Family(
-        "Mamba2ForCausalLM",
-        {"positions": "none", "norm": "rms", "use_bias": False, "mlp_ratio": 0},
-        {
-            "vocab_size": "vocab_size",
-            "hidden_size": "width",
-            "num_hidden_layers": "num_layers",
-            "num_heads": "num_heads",
-            "max_position_embeddings": "context",  # not an option of transformers': these models have no limit
-            "layer_norm_epsilon": "norm_epsilon",
-            "tie_word_embeddings": "tie_embeddings",
-        },
-        {
-            "vocab_size": 32768,
-            "hidden_size": 4096,
-            "num_hidden_layers": 64,
-            "max_position_embeddings": 2048,
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": False,
-            "hidden_act": "silu",
-            "num_heads": 128,
-            "head_dim": 64,
-            "state_size": 128,
-            "n_groups": 8,
-            "conv_kernel": 4,
-            "expand": 2,
-            "time_step_limit": None,
-        },
-        {"use_bias": False, "use_conv_bias": True},
-        recurrent=Recurrent(
-            "mamba2",
-            {
-                "n_groups": "heads",
-                "state_size": "key_dim",
-                "num_heads": "value_heads",
-                "head_dim": "value_dim",
-                "conv_kernel": "conv",
-            },
-            "",
-            mixer_tensors.mamba2,
-            "mixer",
-            "expand",
-        ),
-        names={"model": "backbone", "embed_tokens": "embeddings", "norm": "norm_f", "input_layernorm": "norm"},
-        file_names={"embedding": "embeddings"},
-        silent=_MAMBA2_SILENT,
-    ),
-    "bamba": Family(
-        "BambaForCausalLM",
-        _GATED,
-        _BIASED | {"mlp_bias": "use_bias"},
-        _BIASED_DEFAULTS
-        | {
-            "mlp_bias": False,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 262144,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-            "attn_layer_indices": None,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 256,
-            "mamba_n_heads": 128,
-            "mamba_d_head": "auto",
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
-            "time_step_limit": None,
-        },
-        {"mamba_proj_bias": False, "mamba_conv_bias": True},
-        inner_fraction=True,
-        recurrent=Recurrent(
-            "mamba2",
-            {
-                "mamba_n_groups": "heads",
-                "mamba_d_state": "key_dim",
-                "mamba_n_heads": "value_heads",
-                "mamba_d_head": "value_dim",
-                "mamba_d_conv": "conv",
-            },
-            "attn_layer_indices",
-            mixer_tensors.mamba2,
-            "mamba",
-            "mamba_expand",
-        ),
-        names={"mlp": "feed_forward", "norm": "final_layernorm", "post_attention_layernorm": "pre_ff_layernorm"},
-        silent="mamba_chunk_size num_logits_to_keep z_loss_coefficient",
-    ),
-    "diffllama": Family(
-        "DiffLlamaForCausalLM",
-        _GATED | {"mixer": "differential"},
-        _BIASED,
-        _BIASED_DEFAULTS | {"rms_norm_eps": 1e-5},
-        {"attention_dropout": 0},
-        silent="lambda_std_dev",
-    ),
-    "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM",
-        _GATED | {"mixer": "latent"},
-        _BIASED,
-        _BIASED_DEFAULTS
-        | {
-            "num_key_value_heads": 128,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
-            "rope_interleave": True,
-            "n_routed_experts": 256,
-            "first_k_dense_replace": 3,
-        },
-        silent=_DEEPSEEK_V3_SILENT,
-        is_dense=_is_dense_deepseek_v3,
-        extra_heads=True,
-        is_written=False,
-    ),
+    "gpt2": Family("GPT2LMHeadModel", read_gpt2, write_gpt2, tensor_names.GPT2),
+    "llama": Family("LlamaForCausalLM", read_llama, write_llama),
+    "mistral": Family("MistralForCausalLM", read_mistral, write_mistral),
+    "qwen2": Family("Qwen2ForCausalLM", read_qwen2, write_qwen2),
+    "qwen3": Family("Qwen3ForCausalLM", read_qwen3, write_qwen3),
+    "gemma2": Family("Gemma2ForCausalLM", read_gemma2, write_gemma2),
+    "gemma3_text": Family("Gemma3ForCausalLM", read_gemma3, write_gemma3),
+    "olmo2": Family("Olmo2ForCausalLM", read_olmo2, write_biased),
+    "phi3": Family("Phi3ForCausalLM", read_phi3, write_phi3, tensor_names.PHI3),
+    "qwen3_next": Family("Qwen3NextForCausalLM", read_qwen3_next, write_qwen3_next, tensor_names.QWEN3_NEXT),
+    "olmo_hybrid": Family("OlmoHybridForCausalLM", read_olmo_hybrid, write_olmo_hybrid, tensor_names.OLMO_HYBRID),
+    "mamba2": Family("Mamba2ForCausalLM", read_mamba2, write_mamba2, tensor_names.MAMBA2),
+    "bamba": Family("BambaForCausalLM", read_bamba, write_bamba, tensor_names.BAMBA),
+    "diffllama": Family("DiffLlamaForCausalLM", read_diffllama, write_biased, tensor_names.DIFFLLAMA),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", read_deepseek_v3, None, tensor_names.DEEPSEEK_V3),
 }
 
 

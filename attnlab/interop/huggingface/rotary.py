@@ -1,39 +1,85 @@
-"""Rotary positions and windows of layers in a config.json: `rope_scaling` and `rope_parameters`, `layer_types`."""
+"""Rotary positions in a config.json: `rope_scaling`, or `rope_parameters` of transformers 5."""
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from attnlab.interop.huggingface.config_reader import ConfigReader
 from attnlab.nn import Rotary
 
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
 _FAST_TURNS = {"llama3": 4.0, "yarn": 32.0}  # defaults
-KINDS = {"sliding_attention": "local", "full_attention": "global"}
 
 
-def read_rotary(config: ConfigReader, rope: ConfigReader, partial: bool = False) -> Rotary:
-    """Rotary positions from `rope_scaling` or `rope_parameters`; `partial` if the family has partial_rotary_factor."""
+def option_of(hf: ConfigReader) -> str:
+    """The option that has the rotary positions."""
+    return "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+
+
+def read(hf: ConfigReader, head_dim: int, *, fraction: float | None = None, inner: bool = False) -> Rotary:
+    """The rotary positions of all layers.
+
+    `fraction` is the default of partial_rotary_factor, None for a family without it, which rotates all features; it may
+    be `inner`, within rope_parameters alone.
+    """
+    hf.get("original_max_position_embeddings")  # no effect without scaling
+    outer = {"rope_theta": hf.get("rope_theta", 10_000.0), "partial_rotary_factor": fraction}
+    if not inner:
+        outer["partial_rotary_factor"] = hf.get("partial_rotary_factor", fraction)
+    rope = hf.within(option_of(hf), outer)
+    if any(map(rope.get, (LOCAL, GLOBAL))):
+        raise hf.error(option_of(hf), "one for all layers, as in all models of this family")
+    rotary = _rotary(hf, rope, partial=fraction is not None)
+    if int(head_dim * rotary.fraction) % 2:
+        raise rope.error("partial_rotary_factor", f"a factor by which an even number of {head_dim} features is rotated")
+    return rotary
+
+
+def is_off(hf: ConfigReader) -> bool:
+    """Whether a null rope_theta says that there are no positions."""
+    rope, base = hf.get(option_of(hf)), hf.get("rope_theta", 10_000.0)
+    return (rope.get("rope_theta", base) if isinstance(rope, Mapping) else base) is None
+
+
+def read_two(hf: ConfigReader) -> tuple[Rotary, Rotary]:
+    """The rotary positions of Gemma 3, of global and of local layers."""
+    both = hf.within("rope_parameters")
+    if hf.get("rope_parameters") and not any(map(both.get, (GLOBAL, LOCAL))):
+        raise hf.error("rope_parameters", f"an object with {GLOBAL} and {LOCAL}")
+    base, local_base = hf.get("rope_theta", 1e6), hf.get("rope_local_base_freq", 10_000.0)
+    of_global, of_local = both.within(GLOBAL, {"rope_theta": base}), both.within(LOCAL, {"rope_theta": local_base})
+    if hf.get("rope_scaling"):  # in older files, for global layers only
+        of_global = hf.within("rope_scaling", {"rope_theta": base} | (both.get(GLOBAL) or {}))
+    rotary, local = _rotary(hf, of_global), _rotary(hf, of_local)
+    if local.scaling != "none":
+        raise both.error(LOCAL, "no scaling in layers with a sliding window")
+    return rotary, local
+
+
+def _rotary(hf: ConfigReader, rope: ConfigReader, partial: bool = False) -> Rotary:
+    """Rotary positions from an object; `partial` if the family has partial_rotary_factor."""
     kind, older = rope.get("rope_type"), rope.get("type")
     key, kind = ("type", older) if kind is None else ("rope_type", kind)
     kind = kind or "default"
     if kind not in ("default", "linear", *_FAST_TURNS):
         raise rope.error(key, f"one of default, linear, {', '.join(_FAST_TURNS)}: GPT supports no other")
-    rotary = Rotary(rope.number("rope_theta"), _fraction(config, rope, kind, partial))
+    rotary = Rotary(rope.number("rope_theta"), _fraction(hf, rope, kind, partial))
     if kind == "default":
         return rotary
-    rotary = dataclasses.replace(rotary, scaling=kind, factor=rope.number("factor"))
-    if rotary.factor < 1:
+    factor = rope.number("factor")
+    if factor < 1:
         raise rope.error("factor", "1 or more")
     if kind == "linear":
-        return rotary
+        return dataclasses.replace(rotary, scaling=kind, factor=factor)
     name = "original_max_position_embeddings"  # in either place, the outer one first, as in transformers
-    whole = config.integer("max_position_embeddings")
-    context = rope.integer(name, whole) if config.get(name) is None else config.integer(name)
+    whole = hf.integer("max_position_embeddings")
     slow, fast = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
     fast_turns = rope.number_or_off(fast) or _FAST_TURNS[kind]
     rotary = dataclasses.replace(
         rotary,
-        original_context=context,
+        scaling=kind,
+        factor=factor,
+        original_context=rope.integer(name, null=whole) if hf.get(name) is None else hf.integer(name),
         slow_turns=rope.number_or_off(slow) or 1.0,
         fast_turns=None if fast_turns == _FAST_TURNS[kind] else fast_turns,
     )
@@ -43,14 +89,14 @@ def read_rotary(config: ConfigReader, rope: ConfigReader, partial: bool = False)
     return dataclasses.replace(rotary, attention_factor=_attention_factor(rope), truncate=truncate)
 
 
-def _fraction(config: ConfigReader, rope: ConfigReader, kind: str, partial: bool) -> float:
+def _fraction(hf: ConfigReader, rope: ConfigReader, kind: str, partial: bool) -> float:
     option = "partial_rotary_factor"
     fraction = rope.optional_number(option) or 1.0
     if partial or fraction == 1:
         return fraction
     if kind != "default":  # where transformers fails
         raise rope.error(option, f"1, as positions of kind {kind!r} rotate all features of this family")
-    for options in (config, rope):
+    for options in (hf, rope):
         options.ignore(option)
     return 1.0
 
@@ -65,28 +111,33 @@ def _attention_factor(rope: ConfigReader) -> float | None:
     return (0.1 * mscale * log + 1) / (0.1 * all_dim * log + 1)
 
 
-def score_factor(rope: ConfigReader) -> float:
+def score_factor(hf: ConfigReader) -> float:
     """The factor of DeepSeek's scores with scaled positions, which mscale_all_dim sets."""
+    rope = hf.within(option_of(hf))
     if (rope.get("rope_type") or rope.get("type") or "default") == "default":
         return 1.0
     all_dim = rope.number_or_off("mscale_all_dim") or 0.0
     return (0.1 * all_dim * math.log(rope.number("factor")) + 1) ** 2
 
 
-def write_rotary(rotary: Rotary) -> dict | None:
-    """The content of `rope_scaling`, which all versions of `transformers` read; None for no scaling."""
+def write(rotary: Rotary) -> dict:
+    """The options of rotary positions that all versions of `transformers` read."""
+    return {"rope_theta": float(rotary.base), "rope_scaling": _scaling(resolved(rotary))}
+
+
+def _scaling(rotary: Rotary) -> dict | None:
+    """The content of `rope_scaling`; None for no scaling."""
     if rotary.scaling == "none":
         return None
     scaling = {"rope_type": rotary.scaling, "factor": float(rotary.factor)}
     if rotary.scaling == "linear":
         return scaling
     scaling["original_max_position_embeddings"] = rotary.original_context
-    fast_turns = rotary.fast_turns or _FAST_TURNS[rotary.scaling]
+    slow, fast = float(rotary.slow_turns), float(rotary.fast_turns)
     if rotary.scaling == "llama3":
-        return scaling | {"low_freq_factor": float(rotary.slow_turns), "high_freq_factor": float(fast_turns)}
-    scaling |= {"beta_slow": float(rotary.slow_turns), "beta_fast": float(fast_turns), "truncate": rotary.truncate}
-    factor = rotary.attention_factor
-    return scaling | ({} if factor is None else {"attention_factor": float(factor)})
+        return scaling | {"low_freq_factor": slow, "high_freq_factor": fast}
+    factor = {} if rotary.attention_factor is None else {"attention_factor": float(rotary.attention_factor)}
+    return scaling | {"beta_slow": slow, "beta_fast": fast, "truncate": rotary.truncate, **factor}
 
 
 def resolved(rotary: Rotary) -> Rotary:
@@ -96,28 +147,3 @@ def resolved(rotary: Rotary) -> Rotary:
     if rotary.scaling == "linear":
         return Rotary(rotary.base, rotary.fraction, "linear", rotary.factor)
     return dataclasses.replace(rotary, fast_turns=rotary.fast_turns or _FAST_TURNS[rotary.scaling])
-
-
-def read_kinds(config: ConfigReader, default: Sequence[str], names: Mapping[str, str] = KINDS) -> list[str]:
-    """The kind of each layer by `layer_types`, whose words `names` translates, or `default` without it."""
-    types = config.get("layer_types")
-    if types is None:
-        return list(default)
-    if not isinstance(types, list | tuple) or not {str(word) for word in types} <= set(names):
-        raise config.error("layer_types", f"a list of {' and '.join(names)}: GPT supports no other")
-    if len(types) != len(default):
-        raise config.error("layer_types", f"one for each of the {len(default)} layers")
-    return [names[word] for word in types]
-
-
-def layer_types(kinds: Sequence[str], names: Mapping[str, str] = KINDS) -> list[str]:
-    """The inverse of `read_kinds`; a kind without a word stays as it is."""
-    words = {ours: name for name, ours in names.items()}
-    return [words.get(kind, kind) for kind in kinds]
-
-
-def pattern(kinds: Sequence[str]) -> str:
-    """The shortest words that repeat to these kinds of layers; "" if all are of one kind."""
-    lengths = range(1, len(kinds) + 1)
-    length = next(n for n in lengths if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
-    return " ".join(kinds[:length]) if length > 1 else ""

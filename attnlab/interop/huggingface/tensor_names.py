@@ -1,120 +1,149 @@
-"""The tensors of a state dict of `transformers`, and the parameters of a `GPT` in each."""
+"""The names of the tensors in state dicts of `transformers`, beside the parameters of a `GPT`; see `tensors.named`."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from attnlab.interop.huggingface import mixer_tensors
-from attnlab.interop.huggingface.families import Family
-from attnlab.interop.huggingface.mixer_tensors import linear
+from attnlab.interop import tensors
 from attnlab.interop.tensors import Tensor
-from attnlab.nn import GPT, DifferentialAttention, LatentAttention
-from attnlab.nn.kinds import Attention, kind_of, named, norm_at_of
-from attnlab.nn.resolved import resolved
+from attnlab.nn import DifferentialAttention, Layer, LayerConfig, ModelConfig
+from attnlab.nn.latent_attention import LatentAttention
 
-# The names of norms, by `GPT.norm_at`.
 _NORMS = {
-    "before": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
-    "after": {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
+    "before": {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"},
+    "after": {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"},
     "both": {
-        "attention_norm": "input_layernorm",
-        "attention_post_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_post_norm": "post_feedforward_layernorm",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "attention_post_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "mlp_post_norm",
     },
 }
+_MLP = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+_QKV = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out"}
+_ATTENTION = _QKV | {"q_norm": "query_ln", "k_norm": "key_ln"}
+_DELTA = {"conv1d": "query_conv key_conv value_conv", "A_log": "A_log", "dt_bias": "dt_bias"}
+_MAMBA2 = {"in_proj": "in", "conv1d": "conv", "norm": "norm", "out_proj": "out"}
+_MAMBA2 |= {name: name for name in ("A_log", "D", "dt_bias")}
 
 
-def gpt2(model: GPT, prefix: str = "transformer.", transposed: bool = False) -> list[Tensor]:
-    """The tensors of GPT-2; with `transposed`, kernels are `[out, in]`, as in torch's Linear and nanoGPT."""
-    width, hidden = model.width, resolved(model).hidden
-    attention_bias, qkv_bias = resolved(model)[3:]
-    tensors = [
-        Tensor(f"{prefix}wte.weight", (model.vocab_size, width), ("embed/embedding",)),
-        Tensor(f"{prefix}wpe.weight", (model.context, width), ("positions/embedding",)),
-    ]
+class Names(NamedTuple):
+    """The names of a family's tensors, where they differ from Llama's.
 
-    def norm(name, path):
-        yield Tensor(f"{name}.weight", (width,), (f"{path}/scale",))
-        if model.use_bias:
-            yield Tensor(f"{name}.bias", (width,), (f"{path}/bias",))
+    Attributes:
+      layers: by the kind of a layer, a part of its names, and their table; or a function of the layer to its table.
+      mlp: the same of feed-forward layers.
+      norms: of blocks, by `norm_at`.
+      top: the embedding, and others outside the blocks.
+      model: the part before all names.
+      blocks: the part before the numbers of blocks.
+      file_parts: parts of names in files, with the names in the state dict; tensors that have the same name there are
+        one, joined in this order.
+    """
 
-    def projection(name, rows, columns, paths, use_bias=model.use_bias):
-        shape = (columns, rows) if transposed else (rows, columns)
-        yield Tensor(f"{name}.weight", shape, tuple(f"{path}/kernel" for path in paths), transposed)
-        if use_bias:
-            yield Tensor(f"{name}.bias", (columns,), tuple(f"{path}/bias" for path in paths))
-
-    for layer in range(model.num_layers):
-        name, block = f"{prefix}h.{layer}", f"block_{layer}"
-        projections = [f"{block}/attention/{which}" for which in ("query", "key", "value")]
-        tensors += norm(f"{name}.ln_1", f"{block}/attention_norm")
-        tensors += projection(f"{name}.attn.c_attn", width, 3 * width, projections, qkv_bias)
-        tensors += projection(f"{name}.attn.c_proj", width, width, [f"{block}/attention/out"], attention_bias)
-        tensors += norm(f"{name}.ln_2", f"{block}/mlp_norm")
-        tensors += projection(f"{name}.mlp.c_fc", width, hidden, [f"{block}/mlp/up"])
-        tensors += projection(f"{name}.mlp.c_proj", hidden, width, [f"{block}/mlp/down"])
-    return [*tensors, *norm(f"{prefix}ln_f", "final_norm"), *_output(model)]
+    layers: Mapping[str, tuple[str, Mapping[str, str] | Callable[[Layer], Mapping[str, str]]]]
+    mlp: tuple[str, Mapping[str, str]] = ("mlp", _MLP)
+    norms: Mapping[str, Mapping[str, str]] = _NORMS
+    top: Mapping[str, str] = {"embed_tokens": "embed", "norm": "final_norm"}
+    model: str = "model"
+    blocks: str = "layers"
+    file_parts: Mapping[str, str] = {}
 
 
-def decoder(model: GPT, family: Family, prefix: str = "model.", interleaved: bool = False) -> list[Tensor]:
-    """The tensors of Llama and similar families; `interleaved` if rotary positions rotate pairs of neighbours."""
-
-    def renamed(part):
-        return family.names.get(part, part)
-
-    def norm(name, path):
-        return Tensor(f"{name}.weight", (model.width,), (f"{path}/scale",))
-
-    embed = f"{prefix}{renamed('embed_tokens')}.weight"
-    tensors = [Tensor(embed, (model.vocab_size, model.width), ("embed/embedding",))]
-    for layer in range(model.num_layers):
-        name, block = f"{prefix}layers.{layer}", f"block_{layer}"
-        kind, norms = named(kind_of(model, layer)), _NORMS[norm_at_of(model, layer)]
-        part = "self_attn" if isinstance(kind, Attention) else family.recurrent.name
-        names = f"{name}.{part}", f"{block}/attention"
-        if kind.layer is DifferentialAttention:
-            tensors += mixer_tensors.differential(kind.module(model), model.width, *names)
-        elif kind.layer is LatentAttention:
-            tensors += mixer_tensors.latent(kind.module(model), model.width, *names, interleaved=interleaved)
-        elif isinstance(kind, Attention):
-            tensors += _attention(model, *names, family.fused)
-        else:
-            tensors += family.recurrent.tensors(kind.module(model), model.width, *names)
-        if model.mlp_ratio:
-            tensors += _mlp(model, f"{name}.{renamed('mlp')}", f"{block}/mlp", family.fused)
-        places = [place for place in norms if model.mlp_ratio or not place.startswith("mlp")]
-        tensors += [norm(f"{name}.{renamed(norms[place])}", f"{block}/{place}") for place in places]
-    return [*tensors, norm(f"{prefix}{renamed('norm')}", "final_norm"), *_output(model)]
+def _latent(layer: LatentAttention) -> dict[str, str]:
+    return {
+        "q_proj" if layer.q_rank is None else "q_b_proj": "query",
+        "q_a_proj": "query_down",
+        "q_a_layernorm": "query_norm",
+        "kv_a_proj_with_mqa": "latent rotary",
+        "kv_a_layernorm": "latent_norm",
+        "kv_b_proj": "key+value",
+        "o_proj": "out",
+    }
 
 
-def _attention(model: GPT, name: str, path: str, fused: bool) -> Iterator[Tensor]:
-    head_dim, kv_heads, _, out_bias, qkv_bias = resolved(model)
-    sizes = {"query": model.num_heads * head_dim, "key": kv_heads * head_dim, "value": kv_heads * head_dim}
-    if fused:
-        paths = [f"{path}/{which}" for which in sizes]
-        yield from linear(f"{name}.qkv_proj", model.width, sum(sizes.values()), *paths, bias=qkv_bias)
-    else:
-        for which, columns in sizes.items():
-            gated = model.output_gate and which == "query"
-            paths, groups = [f"{path}/{which}"] + [f"{path}/gate"] * gated, model.num_heads if gated else 1
-            size = columns * len(paths)
-            yield from linear(f"{name}.{which[0]}_proj", model.width, size, *paths, bias=qkv_bias, groups=groups)
-    yield from linear(f"{name}.o_proj", sizes["query"], model.width, f"{path}/out", bias=out_bias)
-    if model.qk_norm:
-        for which in ("query", "key"):
-            size = sizes[which] if model.qk_norm_joint else head_dim
-            yield Tensor(f"{name}.{which[0]}_norm.weight", (size,), (f"{path}/{which}_ln/scale",))
+GPT2 = Names(
+    {"attention": ("attn", {"c_attn": "query key value", "c_proj": "out"})},
+    ("mlp", {"c_fc": "up", "c_proj": "down"}),
+    {"before": {"ln_1": "attention_norm", "ln_2": "mlp_norm"}},
+    {"wte": "embed", "wpe": "positions", "ln_f": "final_norm"},
+    "transformer",
+    "h",
+)
+LLAMA = Names({"attention": ("self_attn", _ATTENTION)})
+PHI3 = Names(
+    {"attention": ("self_attn", {"qkv_proj": "query key value", "o_proj": "out"})},
+    ("mlp", {"gate_up_proj": "gate up", "down_proj": "down"}),
+)
+_QWEN_DELTA = {"in_proj_qkvz": "query+key+value+gate", "in_proj_ba": "b+a", "norm": "norm", "out_proj": "out", **_DELTA}
+_GATED = ("self_attn", _ATTENTION | {"q_proj": "query+gate"})
+QWEN3_NEXT = Names({"attention": _GATED, "gated_delta": ("linear_attn", _QWEN_DELTA)})
+_OLMO_DELTA = {**_QKV, **_DELTA, "g_proj": "gate", "a_proj": "a", "b_proj": "b", "o_norm": "norm"}
+OLMO_HYBRID = LLAMA._replace(
+    layers=LLAMA.layers | {"gated_delta": ("linear_attn", _OLMO_DELTA)},
+    file_parts={
+        "attention_layer_norm": "input_layernorm",
+        "feedforward_layer_norm": "post_attention_layernorm",
+        **{f"{which}_conv1d": "conv1d" for which in "qkv"},
+    },
+)
+MAMBA2 = Names(
+    {"mamba2": ("mixer", _MAMBA2)},
+    norms={"before": {"norm": "attention_norm"}},
+    top={"embeddings": "embed", "norm_f": "final_norm"},
+    model="backbone",
+    file_parts={"embedding": "embeddings"},
+)
+BAMBA = Names(
+    LLAMA.layers | {"mamba2": ("mamba", _MAMBA2)},
+    mlp=("feed_forward", _MLP),
+    norms={"before": {"input_layernorm": "attention_norm", "pre_ff_layernorm": "mlp_norm"}},
+    top={"embed_tokens": "embed", "final_layernorm": "final_norm"},
+)
+_LAMBDAS = {name: name for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")}
+DIFFLLAMA = Names({"differential": ("self_attn", _QKV | _LAMBDAS | {"groupnorm": "norm"})})
+DEEPSEEK_V3 = Names({"latent": ("self_attn", _latent)})
 
 
-def _mlp(model: GPT, name: str, path: str, fused: bool) -> Iterator[Tensor]:
-    width, hidden = model.width, resolved(model).hidden
-    if fused:
-        yield from linear(f"{name}.gate_up_proj", width, 2 * hidden, f"{path}/gate", f"{path}/up", bias=model.use_bias)
-    else:
-        for which in ("gate", "up"):
-            yield from linear(f"{name}.{which}_proj", width, hidden, f"{path}/{which}", bias=model.use_bias)
-    yield from linear(f"{name}.down_proj", hidden, width, f"{path}/down", bias=model.use_bias)
+def kind_of(layer: LayerConfig) -> str:
+    """The kind of a layer, "attention" with a window or without."""
+    return "attention" if layer.kind == "local" else layer.kind
 
 
-def _output(model: GPT) -> Iterator[Tensor]:
-    if not model.tie_embeddings:
-        yield Tensor("lm_head.weight", (model.vocab_size, model.width), ("output/embedding",))
+def table(
+    config: ModelConfig, names: Names, shapes: Mapping[str, tuple], prefix: str, interleaved: bool, **options
+) -> list[Tensor]:
+    """The tensors of a model whose parameters have these shapes, by path.
+
+    `interleaved` if rotary positions rotate pairs of neighbours; `options` as of `tensors.named`.
+    """
+    named = functools.partial(tensors.named, shapes, **options)
+    found = [*named(prefix, "", names.top), *named("", "", {"lm_head": "output"})]
+    made = {id(layer): layer.make(config) for layer in config.used}
+    for number in range(config.num_layers):
+        name, path, layer = f"{prefix}{names.blocks}.{number}.", f"block_{number}/", config.layer(number)
+        (part, lines), module = names.layers[kind_of(layer)], made[id(layer)]
+        lines = lines(module) if callable(lines) else lines
+        details = {"groups": getattr(module, "num_heads", 1), "details": _details(module, interleaved)}
+        found += named(name, path, names.norms[config.norm_of(number)])
+        found += named(f"{name}{names.mlp[0]}.", f"{path}mlp/", names.mlp[1])
+        found += named(f"{name}{part}.", f"{path}attention/", lines, **details)
+    return found
+
+
+def _details(layer: Layer, interleaved: bool) -> dict[str, dict[str, Any]]:
+    """Fields of the tensors of a layer, by the parameters in them: the order of outputs, and constants."""
+    if isinstance(layer, DifferentialAttention):  # a value of ours is two heads, and the heads' norm has no weights
+        size, half = layer.head_dim, layer.kv_heads // 2
+        heads = [head for pair in range(half) for head in (pair, pair + half)]
+        order = tuple(head * size + feature for head in heads for feature in range(size))
+        return {"value": {"order": order}, "norm": {"constant": 1.0}}
+    if isinstance(layer, LatentAttention) and interleaved:  # pairs of neighbours are our halves
+
+        def order(plain):
+            end = plain + layer.rope_dim
+            return (*range(plain), *range(plain, end, 2), *range(plain + 1, end, 2))
+
+        query = {"order": order(layer.nope_dim), "groups": layer.num_heads}
+        return {"query": query, "latent rotary": {"order": order(layer.kv_rank)}}
+    return {}

@@ -8,8 +8,7 @@ from flax import traverse_util
 
 from attnlab.interop import tensors
 from attnlab.interop.huggingface import tensor_names
-from attnlab.interop.huggingface.families import FAMILIES
-from attnlab.interop.huggingface.writing import with_biases
+from attnlab.interop.huggingface.families import FAMILIES, with_biases
 from attnlab.interop.tensors import Tensor
 from attnlab.nn import GPT, stack_layers
 from attnlab.nn.stack import is_stacked
@@ -17,6 +16,7 @@ from attnlab.support.errors import UserError
 
 _TOKENS = np.zeros((1, 1), np.int32)
 _HEAD = "lm_head.weight"
+_TABLES = ("embed/embedding", "output/embedding")
 
 
 def load_state(
@@ -31,18 +31,19 @@ def load_state(
     dtype=jnp.float32,
 ) -> dict:
     """Read the parameters of a GPT from a state dict with the names of a family; `interleaved` as in its config."""
-    state, base = _renamed(state, FAMILIES[family].file_names), _prefix(family)
-    prefix = base if any(key.startswith(base) for key in state) else ""
-    table = _table(model, family, prefix, transposed, interleaved)
-    ignored = _without_parameters(model, prefix) + ([_HEAD] if model.tie_embeddings else [])
-    ignored += _extra_heads(state, model, prefix) if FAMILIES[family].extra_heads else []
-    tensors.check_names(table, state, name, ignored)  # before shapes are traced, of all layers of a damaged config
-    shapes = tensors.shapes_of(model, _TOKENS)
+    names = FAMILIES[family].names
+    state, prefix = _renamed(state, names.file_parts), f"{names.model}."
+    prefix = prefix if any(key.startswith(prefix) for key in state) else ""
+    shapes = _shapes(model)
+    table = _table(model, family, shapes, prefix, transposed, interleaved)
+    ignored = _without_parameters(model, prefix) + ([_HEAD] if model.config.tie_embeddings else [])
+    ignored += _extra_heads(state, model, prefix)
+    tensors.check_names(table, state, name, ignored)
     if callable(shardings):
         shardings = shardings(shapes)
-    table, shapes = _stacked_as(shardings, table, shapes)
-    if model.tie_embeddings and _HEAD in state:
+    if model.config.tie_embeddings and _HEAD in state:
         _check_tied(state, table[0], name)
+    table, shapes = _stacked_as(shardings, table, shapes)
     return tensors.load(table, state, shapes, name, ignored, shardings=shardings, dtype=dtype)
 
 
@@ -50,29 +51,23 @@ def unload_state(model: GPT, params, family: str = "gpt2", *, transposed: bool =
     """The state dict of a GPT's parameters with the names of a family, the inverse of `load_state`."""
     table, params = prepared(model, params, family, transposed)
     state = tensors.unload(table, params)
-    return state | ({_HEAD: state[table[0].name]} if model.tie_embeddings else {})
+    return state | ({_HEAD: state[table[0].name]} if model.config.tie_embeddings else {})
 
 
 def prepared(model: GPT, params, family: str, transposed: bool = False) -> tuple[list[Tensor], dict]:
     """The tensors of a model and their parameters, with biases of 0 where GPT-2, but not nanoGPT, always has them."""
-    table, params = _checked(model, params, family, transposed)
-    if family != "gpt2" or transposed:
-        return table, params
-    full = with_biases(model)
+    shapes = _shapes(model)
+    tensors.check(params, stack_layers(shapes) if is_stacked(params) else shapes, "the model")
+    params = _with_scales_folded(_without_padding(params, model.config.vocab_size))
+    if family == "gpt2" and not transposed:
+        model = GPT(with_biases(model.config))
+        shapes = _shapes(model)
+    table, shapes = _stacked_as(params, _table(model, family, shapes, transposed=transposed), shapes)
     flat = traverse_util.flatten_dict(params, sep="/")
-    shapes = tensors.shapes_of(full, _TOKENS)
-    table, shapes = _stacked_as(params, _table(full, family), shapes)
-    leaves = traverse_util.flatten_dict(shapes, sep="/").items()
-    flat = {path: flat[path] if path in flat else np.zeros(leaf.shape, np.float32) for path, leaf in leaves}
-    return table, traverse_util.unflatten_dict(flat, sep="/")
-
-
-def _checked(model: GPT, params, family: str, transposed: bool):
-    shapes = tensors.shapes_of(model, _TOKENS)
-    table, shapes = _stacked_as(params, _table(model, family, transposed=transposed), shapes)
-    tensors.check(params, shapes, "the model")
-    params = _with_scales_folded(_without_padding(params, model.vocab_size))
-    return [tensor for tensor in table if tensor.constant is None], params
+    zeros = {
+        path: np.zeros(shape, np.float32) for path, shape in tensors.flat_shapes(shapes).items() if path not in flat
+    }
+    return [each for each in table if each.constant is None], traverse_util.unflatten_dict(flat | zeros, sep="/")
 
 
 def _without_padding(params, vocab_size: int) -> dict:
@@ -103,22 +98,25 @@ def _stacked_as(like, table: list[Tensor], shapes) -> tuple[list[Tensor], dict]:
     return tensors.stacked(table, shapes), shapes
 
 
-def _table(
-    model: GPT, family: str, prefix: str | None = None, transposed: bool = False, interleaved: bool = False
-) -> list[Tensor]:
-    prefix = _prefix(family) if prefix is None else prefix
-    if family == "gpt2":
-        return tensor_names.gpt2(model, prefix, transposed)
-    return tensor_names.decoder(model, FAMILIES[family], prefix, interleaved)
+def _shapes(model: GPT) -> dict:
+    """The shapes of a model's parameters; one period of layers is traced, as a damaged config may have many."""
+    layers, period = model.config.num_layers, len(model.config.layers[: model.config.num_layers])
+    shapes = tensors.shapes_of(model.replace(num_layers=period), _TOKENS)
+    return shapes | {f"block_{n}": shapes[f"block_{n % period}"] for n in range(layers)}
 
 
-def _prefix(family: str) -> str:
-    """The beginning of the names of all tensors but the output layer's."""
-    return "transformer." if family == "gpt2" else f"{FAMILIES[family].names.get('model', 'model')}."
+def _table(model: GPT, family: str, shapes, prefix=None, transposed: bool = False, interleaved: bool = False):
+    """The tensors of a model; GPT-2 has kernels `[in, out]`, but nanoGPT `[out, in]`, as others do."""
+    names, config = FAMILIES[family].names, model.config
+    shapes = tensors.flat_shapes(shapes)
+    shapes |= {path: (config.vocab_size, config.width) for path in _TABLES if path in shapes}  # without padding
+    prefix = f"{names.model}." if prefix is None else prefix
+    options = {"transposed": transposed or family != "gpt2"}
+    return tensor_names.table(config, names, shapes, prefix, interleaved, **options)
 
 
 def _renamed(state: Mapping, names: Mapping[str, str]) -> Mapping:
-    """A state dict of a file with the names that transformers' modules have; `names` as in `Family.file_names`."""
+    """A state dict of a file with the names that transformers' modules have; `names` as in `Names.file_parts`."""
     order = list(names)
     found = {}
     for key in state:
@@ -139,14 +137,14 @@ def _joined(parts, name: str) -> np.ndarray:
 def _without_parameters(model: GPT, prefix: str) -> list[str]:
     """Names in older files that hold no parameters: causal masks, and frequencies of rotary positions."""
     names = ("h.{}.attn.bias", "h.{}.attn.masked_bias", "layers.{}.self_attn.rotary_emb.inv_freq")
-    return [prefix + name.format(layer) for layer in range(model.num_layers) for name in names]
+    return [prefix + name.format(layer) for layer in range(model.config.num_layers) for name in names]
 
 
 def _extra_heads(state: Mapping, model: GPT, prefix: str) -> list[str]:
     """Names of the layers after the last that are heads for later tokens."""
     numbered = {key: key.removeprefix(f"{prefix}layers.").partition(".")[0] for key in state}
     heads = {n for key, n in numbered.items() if n.isdigit() and key == f"{prefix}layers.{n}.eh_proj.weight"}
-    return [key for key, n in numbered.items() if n in heads and int(n) >= model.num_layers]
+    return [key for key, n in numbered.items() if n in heads and int(n) >= model.config.num_layers]
 
 
 def _check_tied(state: Mapping, embedding: Tensor, name: str) -> None:

@@ -1,13 +1,11 @@
 """The dilated causal convolution."""
 
-from typing import ClassVar
-
 import flax.linen as nn
 import jax.numpy as jnp
 
-from attnlab.nn.groups import group
-from attnlab.nn.layer import LayerOut
+from attnlab.nn.layer import LayerConfig, LayerOut
 from attnlab.nn.mixers.interface import CausalMixer, MixerState, last
+from attnlab.support.options import option
 from attnlab.types import DType
 
 
@@ -32,17 +30,9 @@ class CausalConv(CausalMixer):
     """
 
     features: int | None = None
-    kernel_size: int = 3
-    dilation: int = 1
+    kernel_size: int = option("tokens of the kernel", 4, low=1)
+    dilation: int = option("distance between the tokens of the kernel", 1, low=1)
     dtype: DType | None = None
-
-    reads: ClassVar[frozenset[str]] = frozenset(("conv",))
-
-    @classmethod
-    def of_model(cls, model, *, dtype=None, parent=None, **fields):
-        """With a kernel of 4 tokens it has as many weights as attention."""
-        conv = group(model, "recurrence").conv
-        return cls(kernel_size=4 if conv is None else conv, dtype=dtype, parent=parent)
 
     def mix(self, x, state, context):
         previous, length = state.conv, x.shape[1]
@@ -63,3 +53,7 @@ class CausalConv(CausalMixer):
             raise ValueError(f"kernel_size, dilation = {self.kernel_size}, {self.dilation}: expected 1 or more of both")
         reach = (self.kernel_size - 1) * self.dilation
         return MixerState(conv=jnp.zeros((batch, reach, features), self.dtype or jnp.float32))
+
+
+class CausalConvConfig(LayerConfig, of=CausalConv, kind="conv"):
+    """A dilated causal convolution; with a kernel of 4 tokens it has as many weights as attention."""

@@ -1,7 +1,5 @@
 """The parts that mixers of the delta rule share."""
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 
@@ -9,6 +7,7 @@ from attnlab.nn.mixers import gates
 from attnlab.nn.mixers.interface import RecurrentMixer
 from attnlab.nn.mixers.short_conv import ShortConv
 from attnlab.nn.norms import RMSNorm
+from attnlab.support.options import option
 
 
 class DeltaRule(RecurrentMixer):
@@ -17,15 +16,11 @@ class DeltaRule(RecurrentMixer):
     Its cache and its attributes are as in `GatedDeltaNet`.
     """
 
-    value_heads: int | None = None
-    conv: int = 4
-    gate: bool = True
-    negative_eigenvalues: bool = False
-    norm_epsilon: float = 1e-5
-
-    reads: ClassVar[frozenset[str]] = frozenset(
-        ("heads", "key_dim", "value_dim", "value_heads", "conv", "gate", "negative_eigenvalues", "norm_epsilon")
-    )
+    value_heads: int | None = option("heads of values, a multiple of heads; None for heads", None, low=1)
+    conv: int = option("tokens of the short convolution; 0 for none", 4, low=0)
+    gate: bool = option("multiply outputs by a gate", True)
+    negative_eigenvalues: bool = option("β of the delta rule up to 2 (Grazzi et al. 2025), not 1", False)
+    norm_epsilon: float = option("ε of the norm of the outputs", 1e-5, low=1e-30, high=1)
 
     @property
     def states(self):
@@ -38,17 +33,16 @@ class DeltaRule(RecurrentMixer):
 
     def _projected(self, x, state, context):
         """(Queries, keys, values, the last inputs of the convolutions or None)."""
-        found = {name: self._dense(name, *size)(x) for name, size in self._sizes(x.shape[-1]).items()}
-        kept = None
-        if self.conv:
-            convolved = {}
-            for name, y in found.items():
-                layer = ShortConv(self.conv, dtype=self.dtype, name=f"{name}_conv")
-                convolved[name] = layer(y, state.conv[name], context.segments, context.lengths)
-            found, kept = ({name: pair[n] for name, pair in convolved.items()} for n in (0, 1))
-        q, k, v = (jax.nn.silu(y) for y in found.values())
+        found, kept = [], {}
+        for name, size in self._sizes(x.shape[-1]).items():
+            y = self._dense(name, *size)(x)
+            if self.conv:
+                convolve = ShortConv(self.conv, dtype=self.dtype, name=f"{name}_conv")
+                y, kept[name] = convolve(y, state.conv[name], context.segments, context.lengths)
+            found.append(jax.nn.silu(y))
+        q, k, v = found
         q, k = (gates.unit(y.astype(_wide(x))).astype(v.dtype) for y in (q, k))
-        return q, k, v, kept
+        return q, k, v, kept or None
 
     def _beta(self, x, heads):
         """β = σ(b(x)), or twice that for `negative_eigenvalues`, `[B, T, heads]`."""

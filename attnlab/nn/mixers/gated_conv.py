@@ -1,15 +1,13 @@
 """The gated convolution."""
 
-from typing import ClassVar
-
 import flax.linen as nn
 import jax.numpy as jnp
 
-from attnlab.nn.groups import group
-from attnlab.nn.layer import LayerOut
+from attnlab.nn.layer import LayerConfig, LayerOut
 from attnlab.nn.mixers.interface import CausalMixer, MixerState
 from attnlab.nn.mixers.short_conv import ShortConv
 from attnlab.ops.cpu import products
+from attnlab.support.options import option
 from attnlab.types import DType
 
 
@@ -30,15 +28,8 @@ class GatedConv(CausalMixer):
     (2, 5, 8)
     """
 
-    kernel_size: int = 4
+    kernel_size: int = option("tokens of the kernel", 4, low=1)
     dtype: DType | None = None
-
-    reads: ClassVar[frozenset[str]] = frozenset(("conv",))
-
-    @classmethod
-    def of_model(cls, model, *, dtype=None, parent=None, **fields):
-        conv = group(model, "recurrence").conv
-        return cls(kernel_size=4 if conv is None else conv, dtype=dtype, parent=parent)
 
     def mix(self, x, state, context):
         convolve = ShortConv(self.kernel_size, use_bias=True, dtype=self.dtype, name="conv")
@@ -50,3 +41,7 @@ class GatedConv(CausalMixer):
         if self.kernel_size < 1:
             raise ValueError(f"kernel_size = {self.kernel_size}: expected 1 or more")
         return MixerState(conv=jnp.zeros((batch, self.kernel_size - 1, features), self.dtype or jnp.float32))
+
+
+class GatedConvConfig(LayerConfig, of=GatedConv, kind="gated_conv"):
+    """A gated convolution."""

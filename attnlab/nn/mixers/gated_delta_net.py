@@ -1,10 +1,9 @@
-"""Gated DeltaNet, and DeltaNet, which is it without a decay."""
-
-import functools
+"""Gated DeltaNet, and DeltaNet, which is it without a decay, and by default without a gate."""
 
 from attnlab.nn.layer import LayerOut
 from attnlab.nn.mixers.delta_rule import DeltaRule
-from attnlab.nn.mixers.interface import MixerState
+from attnlab.nn.mixers.interface import MixerState, RecurrentConfig
+from attnlab.support.options import option
 
 
 class GatedDeltaNet(DeltaRule):
@@ -37,5 +36,18 @@ class GatedDeltaNet(DeltaRule):
         beta = self._beta(x, self.states)
         g = self._decay(x) if self.decay else None
 
-        z, last_state = self._recur(q, k, v, state, context, g=g, beta=beta, after=functools.partial(self._gated, x))
-        return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state, conv))
+        z, last_state = self._recur(q, k, v, state, context, g=g, beta=beta)
+        return LayerOut(self._out(self._gated(x, z), x.shape[-1]), MixerState(last_state, conv))
+
+
+class GatedDeltaConfig(RecurrentConfig, of=GatedDeltaNet, kind="gated_delta"):
+    """Gated DeltaNet."""
+
+
+class DeltaConfig(GatedDeltaConfig, kind="delta"):
+    """DeltaNet."""
+
+    gate: bool = option("multiply outputs by a gate", False)
+
+    def shared(self, model):
+        return super().shared(model) | {"decay": False}

@@ -1,13 +1,11 @@
 """Gated DeltaProduct."""
 
-import functools
-from typing import ClassVar
-
 import jax.numpy as jnp
 
 from attnlab.nn.layer import LayerOut
 from attnlab.nn.mixers.delta_rule import DeltaRule
-from attnlab.nn.mixers.interface import MixerState
+from attnlab.nn.mixers.interface import MixerState, RecurrentConfig
+from attnlab.support.options import option
 
 
 class GatedDeltaProduct(DeltaRule):
@@ -29,18 +27,15 @@ class GatedDeltaProduct(DeltaRule):
     (2, 5, 8)
     """
 
-    steps: int = 2
-    negative_eigenvalues: bool = True
-
-    reads: ClassVar[frozenset[str]] = DeltaRule.reads | {"steps"}
+    steps: int = option("steps of the delta rule a token", 2, low=1)
+    negative_eigenvalues: bool = option("β of the delta rule up to 2 (Grazzi et al. 2025), not 1", True)
 
     def mix(self, x, state, context):
         q, k, v, conv = self._projected(x, state, context)
         beta = self._beta(x, self.states * self.steps)
         k, v, beta = (self._in_turn(y) for y in (k, v, beta))
-        after = functools.partial(self._gated, x)
-        z, last_state = self._recur(q, k, v, state, context, g=self._decay(x), beta=beta, after=after)
-        return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state, conv))
+        z, last_state = self._recur(q, k, v, state, context, g=self._decay(x), beta=beta)
+        return LayerOut(self._out(self._gated(x, z), x.shape[-1]), MixerState(last_state, conv))
 
     def _recurrence(self, q, k, v, *, g, segment_ids, lengths, **options):
         steps, (batch, length, heads) = self.steps, g.shape
@@ -65,3 +60,7 @@ class GatedDeltaProduct(DeltaRule):
         if self.steps < 1:
             raise ValueError(f"steps = {self.steps}: expected 1 step of the delta rule or more")
         return super().init_state(batch, features)
+
+
+class DeltaProductConfig(RecurrentConfig, of=GatedDeltaProduct, kind="delta_product"):
+    """Gated DeltaProduct."""

@@ -1,13 +1,12 @@
 """Gated linear attention."""
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 
 from attnlab.nn.layer import LayerOut
-from attnlab.nn.mixers.interface import MixerState, RecurrentMixer
+from attnlab.nn.mixers.interface import MixerState, RecurrentConfig, RecurrentMixer
 from attnlab.nn.norms import RMSNorm
+from attnlab.support.options import option
 
 
 class GatedLinearAttention(RecurrentMixer):
@@ -29,11 +28,9 @@ class GatedLinearAttention(RecurrentMixer):
     (2, 5, 8)
     """
 
-    gate: bool = True
+    gate: bool = option("multiply outputs by a gate", True)
     rank: int = 16
-    norm_epsilon: float = 1e-5
-
-    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim", "gate", "norm_epsilon"))
+    norm_epsilon: float = option("ε of the norm of the outputs", 1e-5, low=1e-30, high=1)
 
     def key_features(self, features):
         return self.key_dim or max(1, super().key_features(features) // 2)
@@ -45,10 +42,11 @@ class GatedLinearAttention(RecurrentMixer):
         wide = jnp.promote_types(x.dtype, jnp.float32)
         low = self._dense("decay_down", self.rank, dtype=wide)(x)
         g = jax.nn.log_sigmoid(self._dense("decay_up", self.num_heads, keys, use_bias=True, dtype=wide)(low)) / 16
-
-        def after(z):
-            z = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
-            return z * jax.nn.silu(self._dense("gate", *z.shape[-2:], use_bias=True)(x)) if self.gate else z
-
-        z, last_state = self._recur(q, k, v, state, context, g=g, after=after)
+        z, last_state = self._recur(q, k, v, state, context, g=g)
+        z = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
+        z = z * jax.nn.silu(self._dense("gate", *z.shape[-2:], use_bias=True)(x)) if self.gate else z
         return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state))
+
+
+class GatedLinearConfig(RecurrentConfig, of=GatedLinearAttention, kind="gla"):
+    """Gated linear attention."""

@@ -1,4 +1,4 @@
-"""Decays of Mamba-2 and Gated DeltaNet: g = −exp(A_log) · softplus(x + dt_bias)."""
+"""Decays of Mamba-2 and Gated DeltaNet, g = −exp(A_log) · softplus(x + dt_bias), and unit norms."""
 
 import jax
 import jax.numpy as jnp

@@ -3,7 +3,7 @@
 import flax.linen as nn
 import jax.numpy as jnp
 
-from attnlab.nn.layer import LayerOut
+from attnlab.nn.layer import LayerConfig, LayerOut
 from attnlab.nn.mixers.interface import CausalMixer, MixerState
 from attnlab.types import DType
 
@@ -45,3 +45,7 @@ class GRU(CausalMixer):
 
     def init_state(self, batch, features):
         return MixerState(jnp.zeros((batch, self.features or features), self.dtype or jnp.float32))
+
+
+class GRUConfig(LayerConfig, of=GRU, kind="gru"):
+    """A gated recurrent unit."""

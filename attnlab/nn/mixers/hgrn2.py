@@ -1,14 +1,13 @@
 """HGRN2."""
 
-from typing import ClassVar
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from attnlab.nn.layer import LayerOut
-from attnlab.nn.mixers.interface import MixerState, RecurrentMixer
+from attnlab.nn.mixers.interface import MixerState, RecurrentConfig, RecurrentMixer
 from attnlab.nn.norms import RMSNorm
+from attnlab.support.options import option
 
 
 class HGRN2(RecurrentMixer):
@@ -33,13 +32,7 @@ class HGRN2(RecurrentMixer):
     """
 
     layers: int | None = None
-    norm_epsilon: float = 1e-5
-
-    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim", "norm_epsilon"))
-
-    @classmethod
-    def of_model(cls, model, **fields):
-        return super().of_model(model, layers=model.num_layers, **fields)
+    norm_epsilon: float = option("ε of the norm of the outputs", 1e-5, low=1e-30, high=1)
 
     def mix(self, x, state, context):
         keys, values = self.key_features(x.shape[-1]), self.value_features(x.shape[-1])
@@ -51,15 +44,19 @@ class HGRN2(RecurrentMixer):
         k = (1 - bound) * jax.nn.sigmoid(-forget)  # 1 − f, without the difference
         f = bound + (1 - bound) * jax.nn.sigmoid(forget)
         g = jnp.log(jnp.maximum(f, jnp.finfo(wide).tiny))
-
-        def after(z):
-            joint = z.reshape(*z.shape[:-2], self.num_heads * values)
-            return RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(joint).reshape(z.shape)
-
-        z, last_state = self._recur(q, k.astype(v.dtype), v, state, context, g=g, scale=1.0, after=after)
-        return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state))
+        z, last_state = self._recur(q, k.astype(v.dtype), v, state, context, g=g, scale=1.0)
+        joint = z.reshape(*z.shape[:-2], self.num_heads * values)
+        normed = RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(joint).reshape(z.shape)
+        return LayerOut(self._out(normed, x.shape[-1]), MixerState(last_state))
 
     def _bound(self, keys, layer):
         """b `[H, K]`."""
         below = layer * jnp.exp(self.param("lower_bound", nn.initializers.zeros, (self.num_heads, keys)))
         return below / (below + self.layers - layer)
+
+
+class HGRN2Config(RecurrentConfig, of=HGRN2, kind="hgrn2"):
+    """HGRN2."""
+
+    def shared(self, model):
+        return super().shared(model) | {"layers": model.num_layers}

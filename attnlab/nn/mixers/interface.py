@@ -1,8 +1,6 @@
 """The call and the state that mixers have in common."""
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -11,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from attnlab.nn import projections, sharding, taps
-from attnlab.nn.groups import group
-from attnlab.nn.layer import Context, Layer, LayerOut
+from attnlab.nn.layer import Context, Layer, LayerConfig, LayerOut
 from attnlab.ops.masks import Causal
 from attnlab.ops.recurrence import linear_recurrence
+from attnlab.support.options import FieldError, option
 from attnlab.types import Array, DType
 
 
@@ -49,12 +47,7 @@ class CausalMixer(Layer):
     >>> block = Block(Convolution(), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
     (2, 5, 8)
-
-    Attributes:
-      reads: the options of a `GPT` that `of_model` depends on: fields of the same names, but for `num_heads`.
     """
-
-    reads: ClassVar[frozenset[str]] = frozenset()
 
     @nn.compact
     def forward(self, x: Float[Array, "B T F"], context: Context, cache: MixerState | None = None) -> LayerOut:
@@ -99,15 +92,6 @@ class CausalMixer(Layer):
         """The state before the first token, zeros; the length may be left out."""
         return MixerState()
 
-    @classmethod
-    def of_model(cls, model, *, dtype: DType | None = None, parent=None, **fields) -> "CausalMixer":
-        """The layer of a `GPT`, or of `config.model`; `fields` are defaults besides the module's, if it has them."""
-        names = set(cls.reads) - {"heads"}
-        read = {name: value for name in names if (value := getattr(group(model, "recurrence"), name)) is not None}
-        known = {field.name for field in dataclasses.fields(cls)}
-        fields = {name: value for name, value in (fields | {"dtype": dtype}).items() if name in known}
-        return cls(**fields | read, parent=parent)
-
     def init_cache(self, batch: int, features: int, capacity: int = 0) -> MixerState:
         """The state before the first token, zeros; `features` is the input's width, and the capacity has no effect."""
         return self.init_state(batch, features)._replace(length=jnp.zeros((batch,), jnp.int32))
@@ -140,22 +124,13 @@ class RecurrentMixer(CausalMixer):
     """
 
     num_heads: int = 1
-    key_dim: int | None = None
-    value_dim: int | None = None
+    key_dim: int | None = option("features of a key; None for the mixer's default", None, low=1)
+    value_dim: int | None = option("features of a value; None for the mixer's default", None, low=1)
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     out_kernel_init: nn.initializers.Initializer | None = None
     dtype: DType | None = None
 
     operator: ClassVar[str | None] = "linear_recurrence"
-
-    @classmethod
-    def of_model(cls, model, **fields):
-        return super().of_model(model, num_heads=cls.heads_of(model), **fields)
-
-    @classmethod
-    def heads_of(cls, model) -> int:
-        """H of the layer of a `GPT`."""
-        return group(model, "recurrence").heads or model.num_heads
 
     @property
     def states(self) -> int:
@@ -173,7 +148,7 @@ class RecurrentMixer(CausalMixer):
     def init_state(self, batch, features):
         shape = (batch, self.states, self.key_features(features), self.value_features(features))
         if self.states % self.num_heads:
-            raise ValueError(f"value_heads = {self.states} is not a multiple of num_heads = {self.num_heads}")
+            raise FieldError("value_heads", self.states, f"expected a multiple of num_heads = {self.num_heads}")
         return MixerState(jnp.zeros(shape, self._wide))
 
     @property
@@ -185,11 +160,10 @@ class RecurrentMixer(CausalMixer):
         """A linear layer to heads and features, or to `features` alone."""
         return projections.dense(self, name, *features, use_bias=use_bias, **options)
 
-    def _recur(self, q, k, v, state: MixerState, context: Context, *, after: Callable | None = None, **terms):
-        """(What `out` projects, `[B, T, HV, V]`, and the state after the tokens), with the taps of `attnlab.see`.
+    def _recur(self, q, k, v, state: MixerState, context: Context, **terms):
+        """(The recurrence's output `[B, T, HV, V]`, the state after the tokens), with the taps of `attnlab.see`.
 
-        `after` takes the recurrence's output to what is projected; None where it is that. The pattern is the
-        recurrence's output for values that are the identity: what it reads of these tokens' values.
+        The pattern is the output for values that are the identity: what it reads of these tokens' values.
         """
         q, k, v = (sharding.constrain(x, "batch", "length", "heads", None) for x in (q, k, v))
         q, k, v = (taps.tap(self, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
@@ -203,16 +177,21 @@ class RecurrentMixer(CausalMixer):
             weights = jnp.moveaxis(recurrence(identity)[0], 1, 2)
             return weights if rows is None else jnp.take(weights, rows, axis=-2)
 
-        z = taps.attended(self, lambda: z, pattern, v, after=after)
-        return sharding.constrain(z, "batch", "length", "heads", None), last_state
+        return taps.attended(self, z, pattern, v), last_state
 
     def _recurrence(self, q, k, v, **options):
         """(Output `[B, T, HV, V]`, the state after the tokens)."""
         return linear_recurrence(q, k, v, return_state=True, **options)
 
     def _out(self, z, features):
-        """The projection of `[B, T, HV, V]` to `[B, T, features]`."""
-        return projections.out(self, features, use_bias=False)(z)
+        """The projection of `[B, T, HV, V]`, which `attnlab.see` calls z, to `[B, T, features]`."""
+        return projections.out(self, z, features, use_bias=False)
+
+
+class RecurrentConfig(LayerConfig, of=RecurrentMixer):
+    """A kind of recurrent mixer."""
+
+    heads: int | None = option("heads of keys; None for num_heads", None, low=1)
 
 
 def last(x: Float[Array, "B N ..."], count: int, lengths: Int[Array, " B"] | None):
@@ -224,5 +203,5 @@ def last(x: Float[Array, "B N ..."], count: int, lengths: Int[Array, " B"] | Non
 
 def _share(features: int, heads: int) -> int:
     if heads < 1 or features % heads:
-        raise ValueError(f"num_heads = {heads}: expected a divisor of the input width {features}, or sizes of a head")
+        raise FieldError("num_heads", heads, f"expected a divisor of the input width {features}, or sizes of a head")
     return features // heads

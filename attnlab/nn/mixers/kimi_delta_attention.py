@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from attnlab.nn.layer import LayerOut
 from attnlab.nn.mixers import gates
 from attnlab.nn.mixers.delta_rule import DeltaRule
-from attnlab.nn.mixers.interface import MixerState
+from attnlab.nn.mixers.interface import MixerState, RecurrentConfig
 
 
 class KimiDeltaAttention(DeltaRule):
@@ -29,15 +29,11 @@ class KimiDeltaAttention(DeltaRule):
         q, k, v, conv = self._projected(x, state, context)
         beta = self._beta(x, self.states)
         rank = self.value_features(x.shape[-1])
-
-        def after(z):
-            z = self._normed(z)
-            if not self.gate:
-                return z
-            return z * jax.nn.sigmoid(self._dense("gate_up", *z.shape[-2:])(self._dense("gate_down", rank)(x)))
-
         g = self._decay_by_feature(x, rank)
-        z, last_state = self._recur(q, k, v, state, context, g=g, beta=beta, after=after)
+        z, last_state = self._recur(q, k, v, state, context, g=g, beta=beta)
+        z = self._normed(z)
+        if self.gate:
+            z = z * jax.nn.sigmoid(self._dense("gate_up", *z.shape[-2:])(self._dense("gate_down", rank)(x)))
         return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state, conv))
 
     def _decay_by_feature(self, x, rank):
@@ -46,3 +42,7 @@ class KimiDeltaAttention(DeltaRule):
         up = self._dense("decay_up", *size, use_bias=True, bias_init=gates.dt_bias, dtype=wide)
         a_log = self.param("A_log", gates.a_log(1.0, 16.0), (self.states,)).astype(wide)
         return -jnp.exp(a_log)[:, None] * jax.nn.softplus(up(self._dense("decay_down", rank, dtype=wide)(x)))
+
+
+class KimiDeltaConfig(RecurrentConfig, of=KimiDeltaAttention, kind="kda"):
+    """Kimi Delta Attention."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from attnlab.nn import projections
 from attnlab.nn.layer import LayerOut
-from attnlab.nn.mixers.interface import MixerState, RecurrentMixer
+from attnlab.nn.mixers.interface import MixerState, RecurrentConfig, RecurrentMixer
 from attnlab.ops.linear import elu_plus_one, quotient
 
 
@@ -28,16 +28,11 @@ class LinearAttention(RecurrentMixer):
     (2, 5, 8)
     """
 
+    value_dim: ClassVar[None] = None
     features: int | None = None
     feature_map: Callable | None = None
     normalize: bool = True
     use_bias: bool = True
-
-    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim"))
-
-    @classmethod
-    def of_model(cls, model, **fields):
-        return super().of_model(model, use_bias=model.use_bias, **fields)
 
     def mix(self, x, state, context):
         size, feature_map = self.key_features(x.shape[-1]), self.feature_map or elu_plus_one
@@ -45,8 +40,9 @@ class LinearAttention(RecurrentMixer):
         q, k, v = (self._dense(name, self.num_heads, size, use_bias=self.use_bias)(x) for name in names)
         q, k, v = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (q, k, v))  # as features and sums are
         z, last_state = self._recur(feature_map(q), feature_map(k), v, state, context, scale=1.0)
-        out = projections.out(self, self.features or x.shape[-1], use_bias=self.use_bias)
-        return LayerOut(out(z.astype(self.dtype or x.dtype)), MixerState(last_state))
+        z = z.astype(self.dtype or x.dtype)
+        out = projections.out(self, z, self.features or x.shape[-1], use_bias=self.use_bias)
+        return LayerOut(out, MixerState(last_state))
 
     def _recurrence(self, q, k, v, **options):
         v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)  # a last value of 1 sums the keys
@@ -57,3 +53,12 @@ class LinearAttention(RecurrentMixer):
         size = self.key_features(features)
         mapped = jax.eval_shape(self.feature_map or elu_plus_one, jax.ShapeDtypeStruct((size,), jnp.float32))
         return MixerState(jnp.zeros((batch, self.num_heads, *mapped.shape, size + 1), self._wide))
+
+
+class LinearConfig(RecurrentConfig, of=LinearAttention, kind="linear"):
+    """Linear attention."""
+
+    value_dim: ClassVar[None] = None
+
+    def shared(self, model):
+        return super().shared(model) | {"use_bias": model.use_bias}

@@ -1,18 +1,16 @@
 """Mamba-2."""
 
-from typing import ClassVar
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from attnlab.nn.groups import group
 from attnlab.nn.layer import LayerOut
 from attnlab.nn.matrices import Matrix
 from attnlab.nn.mixers import gates
-from attnlab.nn.mixers.interface import MixerState, RecurrentMixer
+from attnlab.nn.mixers.interface import MixerState, RecurrentConfig, RecurrentMixer
 from attnlab.nn.mixers.short_conv import ShortConv
 from attnlab.nn.norms import RMSNorm
+from attnlab.support.options import FieldError, option
 
 
 class Mamba2(RecurrentMixer):
@@ -38,21 +36,9 @@ class Mamba2(RecurrentMixer):
     (2, 5, 8)
     """
 
-    value_heads: int | None = None
-    conv: int = 4
-    norm_epsilon: float = 1e-5
-
-    reads: ClassVar[frozenset[str]] = frozenset(
-        ("heads", "key_dim", "value_dim", "value_heads", "conv", "norm_epsilon")
-    )
-
-    @classmethod
-    def of_model(cls, model, **fields):
-        return super().of_model(model, **{"value_heads": model.num_heads, **fields})
-
-    @classmethod
-    def heads_of(cls, model):
-        return group(model, "recurrence").heads or 1
+    value_heads: int | None = option("heads of values, a multiple of heads; None for heads", None, low=1)
+    conv: int = option("tokens of the short convolution", 4, low=1)
+    norm_epsilon: float = option("ε of the norm of the outputs", 1e-5, low=1e-30, high=1)
 
     @property
     def states(self):
@@ -63,7 +49,7 @@ class Mamba2(RecurrentMixer):
 
     def value_features(self, features):
         if self.value_dim is None and 2 * features % self.states:
-            raise ValueError(f"value_heads = {self.states}: expected a divisor of {2 * features}, or value_dim")
+            raise FieldError("value_heads", self.states, f"expected a divisor of {2 * features}, or value_dim")
         return self.value_dim or 2 * features // self.states
 
     def fused(self, features):
@@ -88,21 +74,26 @@ class Mamba2(RecurrentMixer):
         dt = jax.nn.softplus(dt.astype(wide) + self.param("dt_bias", gates.dt_bias, (self.states,)))
         g = -jnp.exp(self.param("A_log", gates.a_log(1.0, 16.0), (self.states,)).astype(wide)) * dt
         skip = self.param("D", nn.initializers.ones, (self.states,))
-
-        def after(z):
-            z = z + v * skip[:, None].astype(v.dtype)
-            gated = z.reshape(gate.shape) * jax.nn.silu(gate)
-            return RMSNorm(self.norm_epsilon, groups=self.num_heads, dtype=self.dtype, name="norm")(gated).reshape(
-                z.shape
-            )
-
         written = (v * dt[..., None]).astype(v.dtype)
-        z, last_state = self._recur(q, k, written, state, context, g=g, scale=1.0, after=after)
-        return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state, last))
+        z, last_state = self._recur(q, k, written, state, context, g=g, scale=1.0)
+        z = z + v * skip[:, None].astype(v.dtype)
+        gated = z.reshape(gate.shape) * jax.nn.silu(gate)
+        norm = RMSNorm(self.norm_epsilon, groups=self.num_heads, dtype=self.dtype, name="norm")
+        return LayerOut(self._out(norm(gated).reshape(z.shape), x.shape[-1]), MixerState(last_state, last))
 
     def init_state(self, batch, features):
         if self.conv < 1:
-            raise ValueError(f"conv = {self.conv}: expected 1 token or more")
+            raise FieldError("conv", self.conv, "expected 1 token or more")
         channels = self.states * self.value_features(features) + 2 * self.num_heads * self.key_features(features)
         conv = jnp.zeros((batch, self.conv - 1, channels), self.dtype or jnp.float32)
         return super().init_state(batch, features)._replace(conv=conv)
+
+
+class Mamba2Config(RecurrentConfig, of=Mamba2, kind="mamba2"):
+    """Mamba-2."""
+
+    heads: int = option("groups of heads that share keys and queries", 1, low=1)
+    value_heads: int | None = option("heads of values, a multiple of heads; None for num_heads", None, low=1)
+
+    def shared(self, model):
+        return super().shared(model) | {"value_heads": self.value_heads or model.num_heads}

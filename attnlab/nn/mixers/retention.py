@@ -1,16 +1,15 @@
 """Retention."""
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attnlab.nn.layer import LayerOut
-from attnlab.nn.mixers.interface import MixerState, RecurrentMixer
+from attnlab.nn.mixers.interface import MixerState, RecurrentConfig, RecurrentMixer
 from attnlab.nn.positions import within_segments
 from attnlab.nn.rotations import rotary
 from attnlab.ops.cpu import pointwise
+from attnlab.support.options import FieldError, option
 
 
 class Retention(RecurrentMixer):
@@ -34,18 +33,16 @@ class Retention(RecurrentMixer):
     (2, 5, 8)
     """
 
-    gate: bool = True
+    gate: bool = option("multiply outputs by a gate", True)
     base: float = 10_000.0
-    norm_epsilon: float = 1e-5
-
-    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim", "gate", "norm_epsilon"))
+    norm_epsilon: float = option("ε of the norm of the outputs", 1e-5, low=1e-30, high=1)
 
     def value_features(self, features):
         return self.value_dim or 2 * super().value_features(features)
 
     def init_state(self, batch, features):
         if (keys := self.key_features(features)) % 2:
-            raise ValueError(f"key_dim = {keys}: expected an even number, as retention rotates pairs of features")
+            raise FieldError("key_dim", keys, "expected an even number, as retention rotates pairs of features")
         return super().init_state(batch, features)
 
     def mix(self, x, state, context):
@@ -59,10 +56,11 @@ class Retention(RecurrentMixer):
         q, k = (rotary(y, positions, self.base) for y in (q, k))
         decay = np.log1p(-(2.0 ** (-5 - np.arange(self.num_heads))))
         g = jnp.broadcast_to(jnp.asarray(decay), (*x.shape[:2], self.num_heads))
-
-        def after(z):
-            z = pointwise.rms_normalize(z, self.norm_epsilon).astype(z.dtype)
-            return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
-
-        z, last_state = self._recur(q, k, v, state, context, g=g, after=after)
+        z, last_state = self._recur(q, k, v, state, context, g=g)
+        z = pointwise.rms_normalize(z, self.norm_epsilon).astype(z.dtype)
+        z = z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
         return LayerOut(self._out(z, x.shape[-1]), MixerState(last_state))
+
+
+class RetentionConfig(RecurrentConfig, of=Retention, kind="retention"):
+    """Retention."""

@@ -1,6 +1,6 @@
 """RWKV-7."""
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from attnlab.nn.layer import LayerOut
 from attnlab.nn.mixers import gates
-from attnlab.nn.mixers.interface import MixerState, RecurrentMixer, last
+from attnlab.nn.mixers.interface import MixerState, RecurrentConfig, RecurrentMixer, last
 from attnlab.ops.cpu import pointwise
 from attnlab.types import Array, DType
 
@@ -48,17 +48,11 @@ class RWKV7(RecurrentMixer):
     value_residual: bool = False
     layers: int = 1
 
-    reads: ClassVar[frozenset[str]] = frozenset(("heads", "key_dim", "value_dim"))
-
-    @classmethod
-    def of_model(cls, model, **fields):
-        return super().of_model(model, layers=model.num_layers, **fields)
-
     def mix(self, x, state, context):
         wide, features = jnp.promote_types(x.dtype, jnp.float32), x.shape[-1]
         key, value = (self.num_heads, self.key_features(features)), (self.num_heads, self.value_features(features))
         ranks, start = _ranks(features), _Start(context.layer, self.layers, key[1])
-        inputs, kept = self._shifted(x, state.conv, context, start)
+        inputs, last_input = self._shifted(x, state.conv, context, start)
         r = self._dense("query", *key)(inputs["x_r"])
         k = self._dense("key", *key)(inputs["x_k"])
         v = self._dense("value", *value)(inputs["x_v"])
@@ -71,17 +65,14 @@ class RWKV7(RecurrentMixer):
         k_k, k_a, r_k = (self.param(name, init, key).astype(wide) for name, init in vectors.items())
         kappa = gates.unit(k.astype(wide) * k_k)
         k = (k * (1 + (a - 1) * k_a)).astype(v.dtype)
-
-        def after(z):
-            z = _HeadNorm(1e-5 * value[1], start.scale, dtype=self.dtype, name="norm")(z)
-            z = z + (r.astype(wide) * k * r_k).sum(axis=-1, keepdims=True).astype(v.dtype) * v
-            low = self._dense("gate_down", ranks.gate, kernel_init=nn.initializers.zeros)(inputs["x_g"])
-            return z * self._dense("gate_up", *value, kernel_init=_small)(jax.nn.sigmoid(low))
-
         g = -np.exp(-0.5) * jax.nn.sigmoid(w)
         erase = (a * kappa, kappa * jnp.exp(-g))
-        z, last_state = self._recur(r, k, v, state, context, g=g, erase=erase, scale=1.0, after=after)
-        return LayerOut(self._out(z, features), MixerState(last_state, kept), v if self.value_residual else None)
+        z, last_state = self._recur(r, k, v, state, context, g=g, erase=erase, scale=1.0)
+        z = _HeadNorm(1e-5 * value[1], start.scale, dtype=self.dtype, name="norm")(z)
+        z = z + (r.astype(wide) * k * r_k).sum(axis=-1, keepdims=True).astype(v.dtype) * v
+        low = self._dense("gate_down", ranks.gate, kernel_init=nn.initializers.zeros)(inputs["x_g"])
+        z = z * self._dense("gate_up", *value, kernel_init=_small)(jax.nn.sigmoid(low))
+        return LayerOut(self._out(z, features), MixerState(last_state, last_input), v if self.value_residual else None)
 
     def _shifted(self, x, before, context, start):
         """(The six means of each token and the one before it in its segment, by name; the last input)."""
@@ -107,6 +98,13 @@ class RWKV7(RecurrentMixer):
     def init_state(self, batch, features):
         last_input = jnp.zeros((batch, 1, features), self.dtype or jnp.float32)
         return super().init_state(batch, features)._replace(conv=last_input)
+
+
+class RWKV7Config(RecurrentConfig, of=RWKV7, kind="rwkv7"):
+    """RWKV-7."""
+
+    def shared(self, model):
+        return super().shared(model) | {"value_residual": True, "layers": model.num_layers}
 
 
 class _HeadNorm(nn.Module):

@@ -13,7 +13,7 @@ from attnlab.ops.tiles import Shard
 from attnlab.types import Array
 
 
-def examples(call: "ShardedCall", batch: tuple[int, ...]) -> Array | None:
+def examples(call: "ShardedCall", batch: tuple[int, ...]) -> Array | None:  # noqa: F821 (imports this)
     """The indices of this device's examples in the whole batch, `[*batch]`; None if the batch is not split."""
     if not batch or not any(map(names_of, call.splits.batch)):
         return None
@@ -27,7 +27,7 @@ def examples(call: "ShardedCall", batch: tuple[int, ...]) -> Array | None:
     return index
 
 
-def heads(call: "ShardedCall", num_heads: int) -> Array | None:
+def heads(call: "ShardedCall", num_heads: int) -> Array | None:  # noqa: F821
     """The indices of this device's query heads, `[H]`; None if they are not split."""
     names = call.splits.heads
     return lax.axis_index(names) * num_heads + jnp.arange(num_heads, dtype=jnp.int32) if names else None

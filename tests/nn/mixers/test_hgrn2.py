@@ -33,7 +33,7 @@ def test_hgrn2_of_a_shut_gate_has_finite_gradients():
 
 
 def test_gpt_tells_hgrn2_the_number_of_layers_and_its_own():
-    model = GPT(11, 2, 2, 8, 12, positions="auto", mixer="hgrn2", mlp_ratio=0)
+    model = GPT.of(vocab_size=11, num_layers=2, num_heads=2, width=8, context=12, layers="hgrn2", mlp_ratio=0.0)
     tokens = np.arange(12).reshape(1, 12) % 11
     params, apply = parameters(model, tokens), jax.jit(model.apply)
 

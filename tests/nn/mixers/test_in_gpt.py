@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 
 from attnlab.nn import GPT, GatedDeltaProduct, stack_layers, unstack_layers
-from attnlab.nn.groups import Recurrence
-from attnlab.nn.kinds import KINDS
 from tests.parameters import parameters
 
 TOKENS = np.arange(20).reshape(2, 10) % 11
-SIZES = {"vocab_size": 11, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12, "positions": "auto"}
+SIZES = {"vocab_size": 11, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12}
 REMAT = {"gru": "attention", "mamba2": "dots"}
 
 
@@ -24,12 +22,12 @@ def value_and_gradient(model, params):
 
 
 @pytest.mark.slow  # of layers in loops and recomputed, `tests/nn/test_stack.py` has a model of two kinds
-@pytest.mark.parametrize("mixer", ["gru", "gated_delta", "mamba2", "latent"])
-def test_gpt_of_a_mixer_has_the_same_gradients_in_a_loop_and_recomputed(mixer):
-    model = GPT(**SIZES, mixer=mixer)
+@pytest.mark.parametrize("kind", ["gru", "gated_delta", "mamba2", "latent"])
+def test_gpt_of_a_mixer_has_the_same_gradients_in_a_loop_and_recomputed(kind):
+    model = GPT.of(**SIZES, layers=kind)
     params = parameters(model, TOKENS)["params"]
     loss, gradient = value_and_gradient(model, params)
-    again = value_and_gradient(model.clone(remat=REMAT.get(mixer, "block")), stack_layers(params))
+    again = value_and_gradient(model.replace(remat=REMAT.get(kind, "block")), stack_layers(params))
     np.testing.assert_allclose(again[0], loss, rtol=1e-6)
     size = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradient))
     assert jax.tree.structure(unstack_layers(again[1])) == jax.tree.structure(gradient)
@@ -40,7 +38,7 @@ def test_gpt_of_a_mixer_has_the_same_gradients_in_a_loop_and_recomputed(mixer):
 
 
 @pytest.mark.parametrize(
-    "pattern",
+    "layers",
     [
         "attention rwkv7 rwkv7",  # the second layer hands its values to the last one alone
         pytest.param("forget differential latent stick_breaking", marks=pytest.mark.slow),
@@ -48,9 +46,9 @@ def test_gpt_of_a_mixer_has_the_same_gradients_in_a_loop_and_recomputed(mixer):
         pytest.param("kda hgrn2 delta_product hgrn2", marks=pytest.mark.slow),
     ],
 )
-def test_hybrid_with_caches_equals_the_full_pass(pattern):
-    window = {"window": 4} if "local" in pattern else {}
-    model = GPT(**SIZES | {"num_layers": len(pattern.split())}, pattern=pattern, mlp_ratio=0, **window)
+def test_hybrid_with_caches_equals_the_full_pass(layers):
+    local = {"local": {"window": 4}} if "local" in layers else {}
+    model = GPT.of(**SIZES | {"num_layers": len(layers.split())}, layers=layers, mlp_ratio=0.0, **local)
     params, apply = parameters(model, TOKENS), jax.jit(model.apply)
     whole = np.asarray(apply(params, TOKENS))
     caches, outs = model.init_caches(batch=2, capacity=12), []
@@ -68,24 +66,24 @@ def test_hybrid_with_caches_equals_the_full_pass(pattern):
 
 
 @pytest.mark.parametrize(
-    "pattern, layers",
+    "layers, number",
     [
         ("attention hgrn2", 4),
         pytest.param("rwkv7 hgrn2", 3, marks=pytest.mark.slow),
         pytest.param("rwkv7", 1, marks=pytest.mark.slow),
     ],
 )
-def test_stacked_layers_have_their_numbers_and_the_first_values(pattern, layers):
-    model = GPT(**SIZES | {"num_layers": layers}, pattern=pattern, mlp_ratio=1)
+def test_stacked_layers_have_their_numbers_and_the_first_values(layers, number):
+    model = GPT.of(**SIZES | {"num_layers": number}, layers=layers, mlp_ratio=1.0)
     params = parameters(model, TOKENS)["params"]
     expected, found = (jax.jit(model.apply)({"params": p}, TOKENS) for p in (params, stack_layers(params)))
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
 @functools.cache
-def states(**fields):
+def states(kind):
     """The bytes of each layer's cache, by part."""
-    caches = jax.eval_shape(lambda: GPT(**SIZES | fields).init_caches(batch=1, capacity=12))
+    caches = jax.eval_shape(lambda: GPT.of(**SIZES, layers=kind).init_caches(batch=1, capacity=12))
     return {
         part: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(getattr(caches[0], part)))
         for part in ("state", "conv")
@@ -93,7 +91,7 @@ def states(**fields):
 
 
 @pytest.mark.parametrize(
-    "mixer, state, conv",
+    "kind, state, conv",
     [  # H·K·V·4 of 2 heads and a width of 16; W − 1 = 3 inputs of the convolution
         ("gated_delta", 2 * 8 * 8 * 4, 3 * 3 * 16 * 4),
         ("delta", 2 * 8 * 8 * 4, 3 * 3 * 16 * 4),
@@ -110,14 +108,16 @@ def states(**fields):
         ("gated_conv", 0, 3 * 16 * 4),
     ],
 )
-def test_states_have_the_bytes_of_their_papers(mixer, state, conv):
-    assert states(mixer=mixer) == {"state": state, "conv": conv}
+def test_states_have_the_bytes_of_their_papers(kind, state, conv):
+    assert states(kind) == {"state": state, "conv": conv}
+
+
+def layer(kind, **options):
+    config = GPT.of(**SIZES, layers=kind, **{kind: options}).config
+    return config.layers[0].make(config)
 
 
 def test_delta_product_reads_its_steps_and_has_negative_eigenvalues_unless_told():
-    def layer(mixer, **options):
-        return KINDS[mixer].module(GPT(**SIZES, mixer=mixer, recurrence=Recurrence(**options)))
-
     assert (layer("delta_product").steps, layer("delta_product", steps=3).steps) == (2, 3)
     assert layer("delta_product").negative_eigenvalues and not layer("gated_delta").negative_eigenvalues
     assert not layer("delta_product", negative_eigenvalues=False).negative_eigenvalues
@@ -126,42 +126,40 @@ def test_delta_product_reads_its_steps_and_has_negative_eigenvalues_unless_told(
 
 
 @pytest.mark.parametrize(
-    "fields, recurrence, message",
+    "layers, options, message",
     [
-        ({"mixer": "gated_delta"}, {"value_heads": 3}, r"value_heads = 3 is not a multiple of num_heads = 2"),
-        ({"mixer": "mamba2"}, {"conv": 0}, r"conv = 0: expected 1 token or more"),
-        ({"mixer": "retention"}, {"key_dim": 3}, r"key_dim = 3: expected an even number"),
-        ({"mixer": "conv"}, {"conv": 0}, r"kernel_size, dilation = 0, 1: expected 1 or more"),
-        ({"pattern": "gla attention"}, {"heads": 5}, r"num_heads = 5: expected a divisor"),
+        ("gated_delta", {"value_heads": 3}, r"value_heads = 3: expected a multiple of num_heads = 2"),
+        ("mamba2", {"conv": 0}, r"conv = 0: expected 1 or more"),
+        ("retention", {"key_dim": 3}, r"key_dim = 3: expected an even number"),
+        ("conv", {"kernel_size": 0}, r"kernel_size = 0: expected 1 or more"),
+        ("gla attention", {"heads": 5}, r"heads = 5: expected a divisor"),
     ],
     ids=str,
 )
-def test_sizes_of_mixers_that_do_not_fit_raise_one_line_that_names_the_field(fields, recurrence, message):
-    (field, value), *_ = fields.items()
-    model = GPT(**SIZES, **fields, recurrence=Recurrence(**recurrence))
-    with pytest.raises(ValueError, match=rf"^{field} = '{value}', and of \w+ {message}") as raised:
-        jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+def test_sizes_of_mixers_that_do_not_fit_raise_one_line_that_names_the_field(layers, options, message):
+    kind, *_ = layers.split()
+    with pytest.raises(ValueError, match=rf"^{kind}\.{message}") as raised:
+        GPT.of(**SIZES, layers=layers, **{kind: options})
     assert "\n" not in str(raised.value)
 
 
 def test_hybrid_norms_are_after_attention_and_before_other_mixers():
-    model = GPT(**SIZES | {"num_layers": 3}, pattern="gated_delta attention gru", norm_at="hybrid")
+    model = GPT.of(**SIZES | {"num_layers": 3}, layers="gated_delta attention gru", norm_at="hybrid")
     blocks = parameters(model, TOKENS)["params"]
     before, after = {"attention_norm", "mlp_norm"}, {"attention_post_norm", "mlp_post_norm"}
     norms = [{name for name in blocks[f"block_{layer}"] if "norm" in name} for layer in range(3)]
     assert norms == [before, after, before]
-    alike = GPT(**SIZES, norm_at="hybrid")
-    params, after = parameters(alike, TOKENS), alike.clone(norm_at="after")
+    alike = GPT.of(**SIZES, norm_at="hybrid")
+    params, after = parameters(alike, TOKENS), alike.replace(norm_at="after")
     np.testing.assert_array_equal(*jax.jit(lambda p: [model.apply(p, TOKENS) for model in (alike, after)])(params))
 
 
 def test_norm_epsilon_of_a_recurrence_is_that_of_its_outputs_norm():
-    def model(**fields):
-        return GPT(**SIZES | {"num_layers": 1}, mixer="gla", recurrence=Recurrence(**fields))
-
-    for mixer in ("gated_delta", "mamba2", "gla", "retention"):
-        assert KINDS[mixer].module(model(norm_epsilon=0.25)).norm_epsilon == 0.25
-    models, params = [model(), model(norm_epsilon=1e-5), model(norm_epsilon=1.0)], parameters(model(), TOKENS)
+    for kind in ("gated_delta", "mamba2", "gla", "retention"):
+        assert layer(kind, norm_epsilon=0.25).norm_epsilon == 0.25
+    options = {}, {"norm_epsilon": 1e-5}, {"norm_epsilon": 1.0}
+    models = [GPT.of(**SIZES | {"num_layers": 1}, layers="gla", gla=each) for each in options]
+    params = parameters(models[0], TOKENS)
     logits, same, vanishing = jax.jit(lambda params: [model.apply(params, TOKENS) for model in models])(params)
     np.testing.assert_array_equal(same, logits)
     assert np.abs(vanishing - logits).max() > 1e-4

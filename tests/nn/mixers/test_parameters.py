@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from attnlab import nn
-from attnlab.nn.kinds import MIXERS
+from attnlab.nn import custom
+from attnlab.nn.config import KINDS
 from attnlab.nn.matrices import matrices_of
 from attnlab.training.optimizer import decayed
 from tests.nn.mixers.cases import doubled
@@ -122,7 +123,7 @@ def test_short_convolution_starts_uniform_within_the_root_of_its_width():
 
 # Of each kind, what Muon does not move besides norms and biases; "-" nothing.
 LEFT_TO_ADAMW = {
-    "attention latent stick_breaking linear retention gla gru conv": "-",
+    "attention local latent stick_breaking linear retention gla gru conv": "-",
     "forget": "-",
     "differential": "lambda_k1 lambda_k2 lambda_q1 lambda_q2",
     "delta": "key_conv/kernel query_conv/kernel value_conv/kernel",
@@ -136,10 +137,12 @@ LEFT_TO_ADAMW = {
 
 
 @pytest.mark.parametrize(
-    "mixer, left", [(kind, left) for kinds, left in LEFT_TO_ADAMW.items() for kind in kinds.split()]
+    "kind, left", [(kind, left) for kinds, left in LEFT_TO_ADAMW.items() for kind in kinds.split()]
 )
-def test_muon_moves_what_multiplies_features_and_weight_decay_kernels_alone(mixer, left):
-    model, tokens = nn.GPT(11, 2, 2, 8, 6, positions="auto", mixer=mixer), np.zeros((1, 2), np.int32)
+def test_muon_moves_what_multiplies_features_and_weight_decay_kernels_alone(kind, left):
+    options = {"use_bias": True} | ({"local": {"window": 3}} if kind == "local" else {})
+    model = nn.GPT.of(vocab_size=11, num_layers=2, num_heads=2, width=8, context=6, layers=kind, **options)
+    tokens = np.zeros((1, 2), np.int32)
     mixing = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]["block_1"]["attention"]
     for path, is_decayed in by_path(decayed(mixing)).items():
         assert is_decayed == path.endswith("kernel"), path
@@ -151,7 +154,7 @@ def test_muon_moves_what_multiplies_features_and_weight_decay_kernels_alone(mixe
 
 
 def test_kinds_whose_parameters_are_listed_are_all():
-    assert set(" ".join(LEFT_TO_ADAMW).split()) == set(MIXERS)
+    assert set(" ".join(LEFT_TO_ADAMW).split()) == {kind for kind in KINDS if not custom.is_custom(kind)}
 
 
 def test_linear_attention_state_has_the_features_of_the_map_and_a_sum_of_keys():

@@ -35,7 +35,7 @@ def test_rwkv7_mixes_its_values_with_the_first_ones_and_returns_them(float64):
 
 
 def test_gpt_hands_the_values_of_its_first_layer_to_the_others():
-    model = GPT(11, 3, 2, 8, 12, positions="auto", mixer="rwkv7", mlp_ratio=0)
+    model = GPT.of(vocab_size=11, num_layers=3, num_heads=2, width=8, context=12, layers="rwkv7", mlp_ratio=0.0)
     tokens = np.arange(12).reshape(1, 12) % 11
     apply, variables = jax.jit(model.apply), parameters(model, tokens)
 

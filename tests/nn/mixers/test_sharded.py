@@ -10,17 +10,17 @@ SLOW = ("gated_delta", "delta_product", "mamba2", "rwkv7", "hgrn2", "gru", "diff
 
 
 @functools.cache
-def on_one_device(mixer):
-    return gradient(experiment(*LAYOUTS["one device"], mixer=mixer))
+def on_one_device(layers):
+    return gradient(experiment(*LAYOUTS["one device"], layers=layers))
 
 
 # tests/training/test_parallel.py has the layouts "pmap", "context" and "fsdp and tensor".
-CASES = [("mamba2", "tensor"), ("forget", "tensor"), *((mixer, "fsdp and context") for mixer in SLOW)]
+CASES = [("mamba2", "tensor"), ("forget", "tensor"), *((layers, "fsdp and context") for layers in SLOW)]
 
 
 @pytest.mark.parametrize(
-    "mixer, layout", [("conv", "fsdp and context"), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
+    "layers, layout", [("conv", "fsdp and context"), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
 )
-def test_mixer_on_a_mesh_has_the_gradient_of_one_device(mixer, layout):
+def test_mixer_on_a_mesh_has_the_gradient_of_one_device(layers, layout):
     # Float32 sums in another order, through two norms: some tens of units of 6e-8.
-    assert distance(gradient(experiment(*LAYOUTS[layout], mixer=mixer)), on_one_device(mixer)) < 5e-6
+    assert distance(gradient(experiment(*LAYOUTS[layout], layers=layers)), on_one_device(layers)) < 5e-6

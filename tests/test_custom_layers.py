@@ -1,4 +1,4 @@
-"""Commands with a part of the user's: trained, resumed, sampled, looked into, compared; never run unasked."""
+"""Commands with custom layers: trained, resumed, sampled, looked into, compared; never run unasked."""
 
 import contextlib
 import io
@@ -10,95 +10,100 @@ import pytest
 import attnlab
 from attnlab import compare, sample, train
 from attnlab.masks import SlidingWindow
-from attnlab.nn import own
+from attnlab.nn import custom
 from attnlab.score_mods import SoftCap
 from attnlab.see.__main__ import main as see
 from attnlab.support.errors import UserError
-from tests.nn.user_parts import SOURCE
+from tests.nn.test_custom import forget
+from tests.nn.test_custom import registry as registry  # fixtures of this module too
+from tests.nn.user_parts import SOURCE, Doubling
 from tests.runs import SMALL, Bigram, quick, run
-from tests.runs import shared_programs as shared_programs  # a fixture of this module too
-
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch):
-    """A registry of each test's own, as of a new process."""
-    monkeypatch.setattr(own, "_PARTS", {})
-    monkeypatch.setattr(own, "_OFFERED", {})
-
-
-def forget():
-    own._PARTS.clear()
-    own._OFFERED.clear()
+from tests.runs import shared_programs as shared_programs
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """(The user's file, the folder of a run with its mixer, the last line that the command printed)."""
-    folder = tmp_path_factory.mktemp("own")
+    """(The user's file, the folder of a run with its layer, the last line that the command printed)."""
+    folder = tmp_path_factory.mktemp("custom")
     (folder / "mine.py").write_text(SOURCE)
+    words = [f"--import={folder}/mine.py", "--config.model.layers=Average", "--config.model.Average.decay=0.5"]
     with contextlib.redirect_stdout(io.StringIO()) as shown:
-        assert run(folder / "run", f"--config.model.mixer={folder}/mine.py:Average", "--config.steps=2") == 0
+        assert run(folder / "run", *words, "--config.steps=2") == 0
+    forget()
     return folder / "mine.py", folder / "run", shown.getvalue().splitlines()[-1]
 
 
 def test_config_remembers_the_file_and_the_recommended_command_works(trained):
     file, folder, last = trained
     command = last.partition("attnlab sample ")[2].split()
-    assert command == [f"--workdir={folder}", f"--mixer={file}"]
+    assert command == [f"--workdir={folder}", f"--import={file}"]
     forget()
     assert sample.main(["sample", *command, "--max_tokens=3", "--temperature=0"]) == 0
-    (word,) = json.loads((folder / "config.json").read_text())["code"]
-    assert word == f"{file}:Average"
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["format"] == 1 and saved["model"]["Average"]["decay"] == 0.5
+    assert saved["code"]["Average"]["file"] == str(file) and (folder / "source/mine.py").read_text() == SOURCE
 
 
 @pytest.mark.parametrize("main", [sample.main, see, train.main], ids=["sample", "see", "train"])
-def test_folder_that_names_code_runs_none_unless_it_is_named_again(trained, tmp_path, capsys, main):
+def test_folder_that_names_code_runs_none_unless_it_is_imported_again(trained, tmp_path, capsys, main):
     file, folder, _ = trained
     shutil.copytree(folder, tmp_path / "downloaded")
     words = ["command", f"--workdir={tmp_path}/downloaded"]
     assert main(words) == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/downloaded names code, which runs only if you name")
-    assert not own.files()
+    line = f"{tmp_path}/downloaded uses custom code, 'Average': pass --import={file}, or the run's copy, to run it"
+    assert capsys.readouterr().err == f"error: {line}\n" and not custom.files()
     (tmp_path / "other.py").write_text("raise RuntimeError('it ran')")
-    assert main([*words, f"--mixer={tmp_path}/other.py"]) == 2
-    assert "other.py has " in capsys.readouterr().err and not own.files()
+    assert main([*words, f"--import={tmp_path}/other.py"]) == 2
+    assert "other.py failed (RuntimeError: it ran)" in capsys.readouterr().err and not custom.files()
     forget()
-    moved = shutil.copy(file, tmp_path / "moved.py")
-    assert main([*words, f"--mixer={moved}", *(["--config.steps=3"] if main is train.main else [])]) == 0
+    copy = tmp_path / "downloaded/source/mine.py"
+    assert main([*words, f"--import={copy}", *(["--config.steps=3"] if main is train.main else [])]) == 0
     shown = capsys.readouterr().out
-    assert f"--mixer={moved}" in shown or main is not train.main
+    assert f"--import={copy}" in shown or main is not train.main
 
 
-def test_changed_file_does_not_continue_a_run(trained, tmp_path, capsys):
+def test_run_goes_on_after_an_edit_unless_it_changes_the_code_of_its_layer(trained, tmp_path, capsys):
     file, workdir = trained[0], shutil.copytree(trained[1], tmp_path / "run")
+    words = [f"--import={file}", "--config.model.layers=Average", "--config.model.Average.decay=0.5"]
     try:
-        file.write_text(SOURCE.replace("-0.5", "-0.6"))
+        file.write_text(SOURCE.replace("0.1 * (i - j)", "0.2 * (i - j)"))
         forget()
-        assert run(workdir, f"--config.model.mixer={file}:Average", "--config.steps=3") == 2
+        assert run(workdir, *words, "--config.steps=3") == 0
+        file.write_text(SOURCE.replace("jnp.log(self.decay)", "2 * jnp.log(self.decay)"))
+        forget()
+        assert run(workdir, *words, "--config.steps=4") == 2
     finally:
         file.write_text(SOURCE)
-    assert f"{file} has changed since {workdir} began" in capsys.readouterr().err
+    assert f"the code of 'Average' in {file} has changed since {workdir} began" in capsys.readouterr().err
+
+
+def test_imported_file_that_no_layer_is_from_is_an_error(trained, tmp_path, capsys):
+    assert run(tmp_path / "run", f"--import={trained[0]}") == 2
+    line = f"--import={trained[0]}: no layer is from it, as they are attention: set config.model.layers"
+    assert capsys.readouterr().err == f"error: {line}\n"
 
 
 # ---------------------------------------------------------------------------------------------------------- in Python
 
 
-def test_train_takes_mixer_mask_and_score_mod(trained, tmp_path, capsys):
+def test_train_takes_layers_mask_and_score_mod(tmp_path, capsys):
     config = quick(steps=2, sample__length=0)
     passed = {"mask": SlidingWindow(left=3), "score_mod": SoftCap(5.0)}
     assert train.train(config, tmp_path / "parts", **passed) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f'load it in Python with: attnlab.load("{tmp_path}/parts", mask=…, score_mod=…)'
     model = attnlab.load(tmp_path / "parts", **passed).model
-    assert (model.mask, model.score_mod) == tuple(passed.values())
+    (layer,) = model.config.layers
+    assert (layer.mask, layer.score_mod) == tuple(passed.values())
     with pytest.raises(UserError, match=r"with mask = SlidingWindow\(left=3, right=0\), and mask= gives None"):
         attnlab.load(tmp_path / "parts")
     with pytest.raises(UserError, match=r"and mask= gives SlidingWindow\(left=4"):
         train.train(config, tmp_path / "parts", **passed | {"mask": SlidingWindow(left=4)})
-    assert train.train(config, tmp_path / "mixer", mixer=f"{trained[0]}:Average") == 0
-    assert config.model.mixer == "attention"
-    with pytest.raises(UserError, match="score_mod = SoftCap, but layers of .*Average do not read it"):
-        train.train(config, tmp_path / "both", mixer=f"{trained[0]}:Average", score_mod=SoftCap(5.0))
+    assert train.train(config, tmp_path / "layers", layers=Doubling) == 0
+    assert config.model.layers == "attention"
+    assert attnlab.load(tmp_path / "layers").model.config.layers[0].module is Doubling
+    with pytest.raises(UserError, match="score_mod= is for attention, and layers of Doubling have none: leave it out"):
+        train.train(config, tmp_path / "both", layers=Doubling, score_mod=SoftCap(5.0))
 
 
 def test_own_model_says_its_precision_and_what_works(tmp_path, capsys):
@@ -117,7 +122,7 @@ def test_own_model_says_its_precision_and_what_works(tmp_path, capsys):
 
 
 def test_part_of_a_gpt_beside_an_own_model_is_an_error(tmp_path):
-    for name, part in {"mask": SlidingWindow(3), "score_mod": SoftCap(2.0), "mixer": "mine.py:near"}.items():
+    for name, part in {"mask": SlidingWindow(3), "score_mod": SoftCap(2.0), "layers": Doubling}.items():
         with pytest.raises(UserError, match=f"^{name}= is for the config's GPT, and model= takes its place"):
             train.train(quick(), tmp_path / "run", model=Bigram(), **{name: part})
     assert not (tmp_path / "run").exists()
@@ -126,10 +131,12 @@ def test_part_of_a_gpt_beside_an_own_model_is_an_error(tmp_path):
 # ------------------------------------------------------------------------------------------------------------ compare
 
 
-def test_compare_checks_a_mixer_before_any_run(tmp_path, capsys):
-    (tmp_path / "bad.py").write_text(SOURCE.replace("self._out(z,", "self._out(z + v.mean(axis=1, keepdims=True),"))
-    words = ["compare", *SMALL, "--variant=softmax:", f"--variant=mine: model.mixer={tmp_path}/bad.py:Average"]
-    words += ["--seeds=2", f"--workdir={tmp_path}/compared", "--dry_run"]
+def test_compare_checks_custom_layers_before_any_run(tmp_path, capsys):
+    (tmp_path / "bad.py").write_text(
+        SOURCE.replace("return LayerOut(self._out(z,", "return LayerOut(self._out(z + v.mean(axis=1, keepdims=True),")
+    )
+    words = ["compare", *SMALL, f"--import={tmp_path}/bad.py", "--variant=softmax:"]
+    words += ["--variant=mine: model.layers=Average", "--seeds=2", f"--workdir={tmp_path}/compared", "--dry_run"]
     assert compare.main(words) == 2
     assert "Average: it is not causal: outputs change with later tokens" in capsys.readouterr().err
     assert compare.main([*words, "--check=off"]) == 0

@@ -1,0 +1,244 @@
+"""The description of a model: the kinds of its layers, and what all layers share; checked once, in its constructor."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from attnlab.nn.differential import DifferentialConfig
+from attnlab.nn.latent_attention import LatentConfig
+from attnlab.nn.layer import LayerConfig
+from attnlab.nn.mixers.causal_conv import CausalConvConfig
+from attnlab.nn.mixers.gated_conv import GatedConvConfig
+from attnlab.nn.mixers.gated_delta_net import DeltaConfig, GatedDeltaConfig
+from attnlab.nn.mixers.gated_delta_product import DeltaProductConfig
+from attnlab.nn.mixers.gated_linear_attention import GatedLinearConfig
+from attnlab.nn.mixers.gru import GRUConfig
+from attnlab.nn.mixers.hgrn2 import HGRN2Config
+from attnlab.nn.mixers.kimi_delta_attention import KimiDeltaConfig
+from attnlab.nn.mixers.linear_attention import LinearConfig
+from attnlab.nn.mixers.mamba2 import Mamba2Config
+from attnlab.nn.mixers.retention import RetentionConfig
+from attnlab.nn.mixers.rwkv7 import RWKV7Config
+from attnlab.nn.mlp import ACTIVATIONS, MLPS
+from attnlab.nn.multihead import AttentionConfig, ForgetConfig, LocalConfig, SoftmaxConfig
+from attnlab.nn.norms import NORM_AT, NORM_EPSILON, NORMS
+from attnlab.nn.remat import REMAT
+from attnlab.nn.rotations import Rotary
+from attnlab.nn.stick_breaking import StickBreakingConfig
+from attnlab.support.names import nearest
+from attnlab.support.options import FieldError, check_values, described, from_values, option, option_values, options
+from attnlab.types import DType
+
+_ATTENTION = (AttentionConfig, LocalConfig, ForgetConfig, DifferentialConfig, LatentConfig)
+_RECURRENT = (LinearConfig, RetentionConfig, GatedLinearConfig, Mamba2Config, DeltaConfig, GatedDeltaConfig)
+_DELTA = (KimiDeltaConfig, DeltaProductConfig, RWKV7Config, HGRN2Config, GRUConfig)
+_ALL = (*_ATTENTION, StickBreakingConfig, *_RECURRENT, *_DELTA, CausalConvConfig, GatedConvConfig)
+KINDS: dict[str, type[LayerConfig]] = {each.kind: each for each in _ALL}  # a user's kinds are added
+POSITIONS = ("auto", "learned", "sinusoidal", "rotary", "alibi", "none")
+_CAP = {"low": 1e-3, "high": 1e6}  # of logits
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of a `GPT`, and one period of its layers.
+
+    >>> config = ModelConfig.of(layers="gated_delta*3 attention", num_layers=8, attention={"window": 64})
+    >>> [layer.kind for layer in config.layers], config.layer(7).window
+    (['gated_delta', 'gated_delta', 'gated_delta', 'attention'], 64)
+    """
+
+    vocab_size: int = option("tokens of the vocabulary, V", 256, low=1)
+    num_layers: int = option("layers of blocks, L", 4, low=1, high=10_000)
+    num_heads: int = option("heads of a layer, H, unless its own options say otherwise", 4, low=1)
+    width: int = option("features of the residual stream, F", 128, low=1)
+    context: int = option("tokens of the longest training sequence; the number of learned positions", 64, low=1)
+    dropout: float = option(
+        "probability of dropping an embedding, an attention weight or an element of a layer's output",
+        0.0,
+        low=0,
+        high=0.999,
+    )
+    positions: str = option(
+        "how positions are encoded; auto is rotary for layers of attention, none for others", "auto", choices=POSITIONS
+    )
+    use_bias: bool = option("biases of linear layers and norms", False)
+    norm: str = option("kind of norm; the gain of rms_plus_one is 1 + scale", "layer", choices=NORMS)
+    norm_at: str = option(
+        "where the norms of attention and feed-forward layers are; hybrid is after in blocks of attention, before in "
+        "blocks of other mixers",
+        "before",
+        choices=(*NORM_AT, "hybrid"),
+    )
+    norm_epsilon: float = option("ε of the norms; of qk_norm where norm is not layer", NORM_EPSILON, low=1e-30, high=1)
+    mlp: str = option("kind of feed-forward layer", "plain", choices=MLPS)
+    mlp_ratio: float = option(
+        "width of the feed-forward layer over the model's; 0 for attention alone", 4.0, low=0, high=1e3
+    )
+    activation: str = option("of the feed-forward layer", "gelu_tanh", choices=ACTIVATIONS)
+    tie_embeddings: bool = option("the output layer shares the weights of the embedding", True)
+    embedding_scale: float = option("factor of the embeddings", 1.0, low=1e-6, high=1e6)
+    logit_scale: float = option("factor of the logits", 1.0, low=1e-6, high=1e6)
+    logit_cap: float | None = option("limit of the logits, after their factor; None for no limit", None, **_CAP)
+    zero_outputs: bool = option("layers that project onto the residual stream start at 0", False)
+    remat: str = option(
+        "values of a block that are stored for the gradient; the rest is computed again: none recomputes nothing (in a "
+        "loop no product), dots stores matrix products, attention the block's input and the operator's output, block "
+        "the input alone: a third more operations, the least memory",
+        "none",
+        choices=REMAT,
+    )
+    layers: tuple[LayerConfig, ...] = (AttentionConfig(),)
+    dtype: DType = jnp.float32
+    padded_vocab_size: int | None = None
+
+    @classmethod
+    def of(cls, layers: str | LayerConfig | Sequence[LayerConfig] = "attention", **values) -> "ModelConfig":
+        """The config of values by name, as on a command line.
+
+        Args:
+          layers: the kinds of one period of layers, as in "gated_delta*3 attention"; or their configs.
+          values: fields, and by its kind the options of a layer, `attention={"window": 64}`.
+
+        Raises:
+          FieldError: values that cannot be, or that have no effect.
+        """
+        if isinstance(layers, str):
+            words = words_of(layers)
+            groups = {kind: values.pop(kind) for kind in KINDS if kind in values}
+            by_kind = {kind: _layer(kind, groups.get(kind, {})) for kind in dict.fromkeys((*words, *groups))}
+            for kind, layer in by_kind.items():
+                _check_used(layer, kind in words, layers)
+            layers = tuple(by_kind[word] for word in words)
+        return from_values(cls, values | {"layers": (layers,) if isinstance(layers, LayerConfig) else tuple(layers)})
+
+    def __post_init__(self):
+        check_values(options(ModelConfig), vars(self))
+        if not self.layers or not all(isinstance(layer, LayerConfig) for layer in self.layers):
+            raise FieldError("layers", self.layers, "expected one LayerConfig or more, e.g. AttentionConfig()")
+        _check_model(self)
+        for layer in self.used:
+            layer.check(self)
+
+    def replace(self, **fields) -> "ModelConfig":
+        """The config with other values of some fields."""
+        return dataclasses.replace(self, **fields)
+
+    def layer(self, number: int) -> LayerConfig:
+        """The config of a layer, by its number."""
+        return self.layers[number % len(self.layers)]
+
+    @property
+    def used(self) -> tuple[LayerConfig, ...]:
+        """The configs of the model's layers, each object once."""
+        return tuple({id(layer): layer for layer in self.layers[: self.num_layers]}.values())
+
+    @property
+    def position_encoding(self) -> str:
+        """`positions`, where "auto" is rotary if a layer has them, otherwise none."""
+        if self.positions != "auto":
+            return self.positions
+        return "rotary" if any(layer.rotary is not None for layer in self.used) else "none"
+
+    @property
+    def hidden(self) -> int:
+        """The width of the feed-forward layers; 0 for none."""
+        return round(self.mlp_ratio * self.width)
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the tables of tokens: vocab_size, and those after it that pad them."""
+        return self.padded_vocab_size or self.vocab_size
+
+    @property
+    def kernel_init(self) -> nn.initializers.Initializer:
+        """The initializer of matrices."""
+        return nn.initializers.normal(0.02)
+
+    @property
+    def out_kernel_init(self) -> nn.initializers.Initializer:
+        """The initializer of matrices that project onto the residual stream."""
+        if self.zero_outputs:
+            return nn.initializers.zeros
+        return nn.initializers.normal(0.02 / (2 * self.num_layers) ** 0.5)
+
+    def norm_of(self, number: int) -> str:
+        """Where the norms of a layer are, where "hybrid" is after attention, and before other mixers."""
+        if self.norm_at != "hybrid":
+            return self.norm_at
+        return "after" if isinstance(self.layer(number), SoftmaxConfig) else "before"
+
+
+ModelConfig.__doc__ += (
+    "\nAttributes:\n"
+    + described(options(ModelConfig))
+    + """
+  layers: the configs of one period of layers.
+  dtype: of the computation.
+  padded_vocab_size: rows of the tables of tokens; those after the tokens are padding. None for vocab_size."""
+)
+
+
+def words_of(layers: str) -> list[str]:
+    """The kinds of one period, "gated_delta*3 attention", one by one; FieldError for others."""
+    words = []
+    for word in layers.split():
+        kind, _, times = word.partition("*")
+        if kind not in KINDS:
+            raise FieldError("layers", layers, f"no kind {kind!r}{nearest(kind, KINDS)}: expected {', '.join(KINDS)}")
+        if times and not re.fullmatch("[1-9][0-9]{0,3}", times):
+            raise FieldError("layers", layers, f"{word!r}: expected KIND*N, such as {kind}*3")
+        words += [kind] * int(times or 1)
+    if not words:
+        raise FieldError("layers", layers, "expected kinds of layers, such as 'gated_delta*3 attention'")
+    return words
+
+
+def _layer(kind: str, values: Mapping[str, Any] | LayerConfig) -> LayerConfig:
+    if isinstance(values, LayerConfig):
+        return values
+    try:
+        return from_values(KINDS[kind], values)
+    except FieldError as error:
+        raise (error if error.field.startswith(f"{kind}.") else error.within(kind)) from None
+
+
+def _check_used(layer: LayerConfig, is_used: bool, layers: str) -> None:
+    """Raise FieldError for an option of a kind that no layer is of."""
+    default = option_values(type(layer)())
+    for name, value in option_values(layer).items():
+        if not is_used and value != default[name]:
+            expected = f"expected {default[name]!r}, as layers = {layers!r} has no {layer.kind}"
+            raise FieldError(f"{layer.kind}.{name}", value, expected)
+
+
+def _check_model(model: ModelConfig) -> None:
+    """Raise FieldError for fields that do not fit together, or have no effect."""
+    kinds = ", ".join(layer.kind for layer in model.used)
+    encoding, rotating = model.position_encoding, [layer for layer in model.used if layer.rotary is not None]
+    biased = [layer for layer in model.used if any(field.name == "score_mod" for field in dataclasses.fields(layer))]
+    if (encoding == "rotary" and not rotating) or (encoding == "alibi" and not biased):
+        raise FieldError("positions", encoding, f"no layer of {kinds} has them: expected auto or none")
+    for layer in rotating:
+        if encoding == "rotary":
+            break
+        if changed := [name for name, value in vars(layer.rotary).items() if value != getattr(Rotary(), name)]:
+            value, expected = getattr(layer.rotary, changed[0]), f"it has no effect with positions = {encoding!r}"
+            raise FieldError(f"{layer.kind}.rotary.{changed[0]}", value, expected)
+    if encoding == "sinusoidal" and model.width % 2:
+        raise FieldError("width", model.width, "expected an even width for sinusoidal positions")
+    if model.mlp_ratio and model.hidden < 1:
+        expected = f"expected 1/{model.width} or more, as width = {model.width}, or 0 for no feed-forward layers"
+        raise FieldError("mlp_ratio", model.mlp_ratio, expected)
+    for name in () if model.mlp_ratio else ("mlp", "activation"):
+        if (value := getattr(model, name)) != options(ModelConfig)[name].default:
+            raise FieldError(name, value, "it has no effect with mlp_ratio = 0, without feed-forward layers")
+    if model.padded_vocab_size is not None and model.padded_vocab_size < model.vocab_size:
+        expected = f"expected vocab_size = {model.vocab_size} or more"
+        raise FieldError("padded_vocab_size", model.padded_vocab_size, expected)
+    residual = [layer.kind for layer in model.used if layer.value_residual]
+    if residual and len(residual) < len(model.used):
+        raise FieldError(f"{residual[0]}.value_residual", True, f"expected in all layers or none, which are {kinds}")

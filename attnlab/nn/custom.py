@@ -1,0 +1,247 @@
+"""Kinds of layers that a user wrote: a command runs the files that its user names, and their names resolve.
+
+`--import=FILE` runs a file, and its layers, score mods and masks become kinds by their names. The names in a saved
+`config.json` run nothing, nor does the copy of the file that a run keeps: `check_imported` finds them among the
+imported kinds, whose code must be the same: the definition of the layer, and the definitions in its file that it
+reaches by name, without comments and docstrings.
+"""
+
+import ast
+import dataclasses
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from attnlab.nn.config import KINDS, ModelConfig
+from attnlab.nn.layer import Layer, LayerConfig
+from attnlab.nn.mixers.interface import RecurrentConfig, RecurrentMixer
+from attnlab.nn.multihead import AttentionConfig, MultiHeadAttention
+from attnlab.ops.mask_algebra import Mask
+from attnlab.ops.score_mods import ScoreMod
+from attnlab.support import files as contents
+from attnlab.support.errors import UserError
+
+
+class Source(NamedTuple):
+    """The file of a kind, its text, and the sha256 of the code that the kind reaches in it."""
+
+    path: Path
+    text: str
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path, name: str) -> "Source":
+        """The source of a name in a file."""
+        text = _text(path)
+        return cls(path, text, hashlib.sha256(reached(text, name).encode()).hexdigest())
+
+
+_BUILT_IN = frozenset(KINDS.values())
+_SOURCES: dict[str, Source] = {}  # by kind
+
+
+def register(value: type[Layer] | type[LayerConfig] | ScoreMod | Mask, name: str | None = None) -> str:
+    """Make a layer a kind, and return its name for `layers`.
+
+    Args:
+      value: a class of layers, such as a subclass of `CausalMixer` or `MultiHeadAttention`, whose options are the
+        fields that it declares by `option`; a subclass of `LayerConfig`, which says more; a score mod or a mask, with
+        which softmax attention is then computed.
+      name: of the kind; the class's name for None.
+
+    Raises:
+      UserError: a value of another type, a class that no file defines, a field without a default, a name in use.
+
+    >>> from attnlab.score_mods import SoftCap
+    >>> GPT.of(layers=register(SoftCap(5.0), "capped"), width=8, num_heads=2).config.layers[0].kind
+    'capped'
+    """
+    if isinstance(value, type):
+        kind = name or (value.kind if _is_class(value, LayerConfig) else value.__name__)
+        return _add(value, kind, Source.of(_file_of(value), value.__name__))
+    if name is None:
+        raise UserError(f"{type(value).__name__}(…) needs a name: register(value, name)")
+    return _add(value, name, None)
+
+
+def import_file(file: str | Path) -> list[str]:
+    """Run a file, and return the kinds that it defines; UserError for a file that fails or has none."""
+    path = Path(file).expanduser().absolute()
+    module = _run(path)
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    defined = {n: x for n, x in public.items() if not isinstance(x, type) or x.__module__ == module.__name__}
+    parts = {name: value for name, value in defined.items() if _is_part(value)}
+    if not parts:
+        raise UserError(f"--import={file}: it defines no layer, score mod or mask")
+    configs = [value for value in parts.values() if _is_class(value, LayerConfig)]
+    described = {config.module for config in configs}
+    return [
+        _add(value, value.kind if value in configs else name, Source.of(path, name))
+        for name, value in parts.items()
+        if value not in described
+    ]
+
+
+def is_custom(kind: str) -> bool:
+    """Whether a user has added a kind."""
+    return KINDS[kind] not in _BUILT_IN
+
+
+def check_used(files: Sequence[str], layers: Sequence[LayerConfig]) -> None:
+    """Raise UserError for an imported file of which no layer is."""
+    used = {str(_SOURCES[layer.kind].path) for layer in layers if layer.kind in _SOURCES}
+    for file in files:
+        if str(Path(file).expanduser().absolute()) not in used:
+            kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
+            raise UserError(f"--import={file}: no layer is from it, as they are {kinds}: set config.model.layers")
+
+
+def files() -> list[Path]:
+    """The files of all custom kinds."""
+    return list(dict.fromkeys(source.path for source in _SOURCES.values()))
+
+
+def sources(layers: Sequence[LayerConfig]) -> dict[str, Source]:
+    """The sources of the custom kinds among layers."""
+    return {layer.kind: _SOURCES[layer.kind] for layer in layers if layer.kind in _SOURCES}
+
+
+def check_imported(code: Mapping[str, Mapping[str, str]], where) -> None:
+    """Raise UserError unless the kinds that a saved run uses are imported, and unchanged.
+
+    Args:
+      code: the file and the sha256 of each kind, as the run saved them.
+      where: the run's folder.
+    """
+    for kind, saved in code.items():
+        known = _SOURCES.get(kind)
+        if known is None:
+            raise UserError(
+                f"{where} uses custom code, {kind!r}: pass --import={saved['file']}, or the run's copy, to run it"
+            )
+        if known.sha256 != saved["sha256"]:
+            raise UserError(
+                f"the code of {kind!r} in {known.path} has changed since {where} began: restore it, pass the run's "
+                f"copy by --import, or choose a new --workdir"
+            )
+
+
+def reached(text: str, name: str) -> str:
+    """The definitions of a Python file that a name of it reaches, in their order, without comments and docstrings.
+
+    >>> print(reached("base = 2\\nother = 3\\ndef f(x):\\n    'Doubles.'\\n    return base * x  # twice", "f"))
+    base = 2
+    def f(x):
+        return base * x
+    """
+    body = [part for node in ast.parse(text).body if not _is_text(node) for part in _parts(node)]
+    defined = {each: node for node in body for each in _defined(node)}
+    wanted, nodes = [name], {id(node): node for node in body if not _defined(node)}
+    while wanted:
+        node = defined.get(wanted.pop())
+        if node is not None and id(node) not in nodes:
+            nodes[id(node)] = node
+            wanted += [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
+    for node in (each for top in nodes.values() for each in ast.walk(top) if hasattr(each, "body")):
+        if isinstance(node.body, list) and _is_text(node.body[0]):
+            node.body = node.body[1:] or [ast.Pass()]
+    return "\n".join(ast.unparse(node) for node in body if id(node) in nodes)
+
+
+def _parts(node) -> list:
+    """A statement; of an import, a statement for each name."""
+    if not isinstance(node, ast.Import | ast.ImportFrom):
+        return [node]
+    return [type(node)(**dict(ast.iter_fields(node)) | {"names": [alias]}) for alias in node.names]
+
+
+def _is_text(node) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _defined(node) -> list[str]:
+    """The names that a statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        return [each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+    return []
+
+
+def _add(value, name: str, source: Source | None) -> str:
+    config = _config_of(value, name)
+    if not name.isidentifier() or name in {field.name for field in dataclasses.fields(ModelConfig)}:
+        raise UserError(f"{name!r}: expected a name such as 'mine', and none of a field of ModelConfig")
+    if name in KINDS and not is_custom(name):
+        raise UserError(f"{name!r} is a kind of attnlab: choose another name")
+    KINDS[name] = config  # in place of another of this name, as in a notebook's cell that runs again
+    _SOURCES.pop(name, None)
+    if source is not None:
+        _SOURCES[name] = source
+    return name
+
+
+def _config_of(value, name: str) -> type[LayerConfig]:
+    """The config of the layers of a value."""
+    if _is_class(value, LayerConfig):
+        return value
+    if not _is_part(value):
+        shown = f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
+        raise UserError(
+            f"{name} is {shown}: expected a subclass of attnlab.nn.Layer or LayerConfig, a score mod or a mask"
+        )
+    if not isinstance(value, type):
+        field = "score_mod" if isinstance(value, ScoreMod) else "mask"
+        content = {field: value, "__annotations__": {field: ClassVar[Any]}, "__doc__": f"Attention with {name}."}
+        return type(name, (AttentionConfig,), content, kind=name)
+    for field in dataclasses.fields(value):
+        if field.init and field.default is field.default_factory is dataclasses.MISSING and field.name != "num_heads":
+            raise UserError(f"{name}: its field {field.name} has no default: give it one")
+    bases = {MultiHeadAttention: AttentionConfig, RecurrentMixer: RecurrentConfig, Layer: LayerConfig}
+    base = next(config for layer, config in bases.items() if issubclass(value, layer))
+    return type(f"{name}Config", (base,), {"__doc__": value.__doc__}, of=value, kind=name)
+
+
+def _run(path: Path):
+    """The module of a file that is run, once."""
+    name = f"attnlab_custom_{hashlib.sha256(_text(path).encode()).hexdigest()}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses look their module up
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:  # whatever a user's file raises
+            del sys.modules[name]
+            first = next(iter(str(error).splitlines()), "")
+            raise UserError(f"{path} failed ({type(error).__name__}: {first})") from error
+    return sys.modules[name]
+
+
+def _file_of(value: type) -> Path:
+    """The file that defines a class."""
+    try:
+        return Path(inspect.getsourcefile(value)).absolute()
+    except TypeError as error:
+        raise UserError(f"{value!r} is not a class of a file: write it into one, so that a run can find it") from error
+
+
+def _text(path: Path) -> str:
+    try:
+        return contents.read(path).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {getattr(error, 'strerror', error)}: expected a Python file") from error
+
+
+def _is_class(value, base) -> bool:
+    return isinstance(value, type) and issubclass(value, base)
+
+
+def _is_part(value) -> bool:
+    return _is_class(value, Layer | LayerConfig) or isinstance(value, ScoreMod | Mask)

@@ -1,0 +1,29 @@
+"""Logits and losses of the tokens that follow."""
+
+import functools
+
+import jax.numpy as jnp
+import optax
+
+from attnlab.nn import sharding
+from attnlab.ops.cross_entropy import chunk_size, cross_entropy, without_padding
+
+
+def logits(config, x, embed):
+    """float32 `[B, R, rows]` of features `[B, R, F]`, by the rows of a table."""
+    found = sharding.constrain(embed.attend(x), "batch", "length", "vocab")
+    found = found.astype(jnp.promote_types(found.dtype, jnp.float32))
+    return found if config.logit_cap is None else config.logit_cap * jnp.tanh(found / config.logit_cap)
+
+
+def losses(config, x, targets, embed):
+    """The cross-entropy of targets `[B, R]` in nats, NaN for targets that are no tokens; large logits in chunks."""
+    batch, length, _ = x.shape
+    length = -(-length // sharding.shards("length", x))
+    chunk = chunk_size(-(-batch // sharding.shards("batch", x)), length, config.vocab_rows)
+    if chunk < length:
+        options = {"vocab_size": config.vocab_size, "chunk": chunk, "cap": config.logit_cap}
+        return sharding.over_tokens(functools.partial(cross_entropy, **options), x, embed.embedding, targets)
+    found = without_padding(logits(config, x, embed), config.vocab_size)
+    found = optax.softmax_cross_entropy_with_integer_labels(found, targets)
+    return jnp.where((targets >= 0) & (targets < config.vocab_size), found, jnp.nan)  # as in chunks

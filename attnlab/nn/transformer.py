@@ -1,0 +1,282 @@
+"""The transformer: its block, and the GPT, embeddings → layers → norm → logits."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from attnlab.nn import checks, logits, sharding, stack
+from attnlab.nn.config import ModelConfig
+from attnlab.nn.layer import Context, Layer, LayerOut
+from attnlab.nn.mlp import Mlp
+from attnlab.nn.norms import NORM_AT, NORM_EPSILON, make_norm
+from attnlab.nn.positions import LearnedPositions, sinusoidal, within_segments
+from attnlab.ops import dropout
+from attnlab.types import Array, DType
+
+
+class Block(Layer):
+    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)) (Radford et al. 2019, section 2.3).
+
+    Attributes:
+      attention: the layer that mixes tokens; a `Layer`, e.g. `MultiHeadAttention` or `GRU`.
+      mlp: the feed-forward layer; None for attention alone (Elhage et al. 2021).
+      dropout_rate: probability of dropping an element of either layer's output.
+      use_bias: whether the norms add a bias.
+      norm_first: False for the post-norm of Vaswani et al. 2017: norm(x + attention(x)), then norm(x + mlp(x)).
+      norm_epsilon: ε of the norms.
+      norm: "layer", "rms" or "rms_plus_one", see `make_norm`.
+      norm_at: "before" a layer; "after" it, x + norm(attention(x)) (OLMo Team 2024, section 3.2); or "both" (Gemma
+        Team 2024). Norms after a layer are named `attention_post_norm` and `mlp_post_norm`.
+      dtype: type of the computation; the input's when None.
+
+    >>> block = Block(MultiHeadAttention(num_heads=2, mask=Causal()), Mlp())
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    attention: Layer
+    mlp: nn.Module | None = None
+    dropout_rate: float = 0.0
+    use_bias: bool = True
+    norm_first: bool = True
+    norm_epsilon: float = NORM_EPSILON
+    dtype: DType | None = None
+    norm: str = "layer"
+    norm_at: str = "before"
+
+    @property
+    def value_residual(self) -> bool:
+        """Whether the layer that mixes tokens has one."""
+        return self.attention.value_residual
+
+    @property
+    def drops(self) -> bool:
+        return bool(self.dropout_rate) or self.attention.drops
+
+    def init_cache(self, batch: int, features: int, capacity: int = 0) -> Any:
+        """The cache of the layer that mixes tokens."""
+        return self.attention.init_cache(batch, features, capacity)
+
+    @nn.compact
+    def forward(self, x: Float[Array, "B T F"], context: Context, cache: Any = None) -> LayerOut:
+        """The residual stream after both layers; ValueError also for an unknown `norm` or `norm_at`."""
+        if self.norm_at not in NORM_AT:
+            raise ValueError(f"norm_at = {self.norm_at!r}: expected one of {', '.join(NORM_AT)}")
+        if not self.norm_first and self.norm_at != "before":
+            raise ValueError(
+                f"norm_first = False norms the residual stream, so norm_at = {self.norm_at!r} has no place"
+            )
+        is_before = self.norm_first and self.norm_at in ("before", "both")
+        is_after = self.norm_first and self.norm_at in ("after", "both")
+        key = context.dropout_key  # folded with 0 in the mixer, 1 for its output, 2 for the feed-forward layer's
+
+        def norm(x, name):
+            options = {"use_bias": self.use_bias, "dtype": self.dtype, "name": name}
+            return make_norm(self.norm, self.norm_epsilon, **options)(x)
+
+        def drop(x, site):
+            if key is None or not self.dropout_rate:
+                return x
+            return dropout.dropout(x, dropout.fold_in(dropout.per_example(key, x.shape[:1]), site), self.dropout_rate)
+
+        def residual(x, out, name, site):
+            """Add the layer's output to the residual stream."""
+            out = norm(out, f"{name}_post_norm") if is_after else out
+            x = sharding.constrain(x + drop(out, site), "batch", "length", None)
+            return x if self.norm_first else norm(x, f"{name}_norm")
+
+        def normed(x, name):
+            return norm(x, f"{name}_norm") if is_before else x
+
+        inputs = normed(x, "attention")
+        inner = context._replace(dropout_key=None if key is None else dropout.fold_in(key, 0))
+        mixed = self.attention.forward(inputs, inner, cache)
+        x = residual(x, mixed.out, "attention", 1)
+        if self.mlp is not None:
+            x = residual(x, self.mlp(normed(x, "mlp")), "mlp", 2)
+        return mixed._replace(out=x)
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer: by default pre-norm blocks and a tied embedding (Radford et al. 2019).
+
+    Its config makes it a GPT-2, Llama, Gemma, Qwen or OLMo: `attnlab.interop.huggingface` reads it from a checkpoint,
+    and docs/guide/models.md lists its fields.
+
+    Weights are drawn from a normal distribution with standard deviation 0.02, those that project onto the residual
+    stream with 0.02/√(2L). Biases start at 0.
+
+    Tokens are 0 … vocab_size − 1. The tables of tokens have `padded_vocab_size` rows, where that is set; the rows after
+    the tokens are padding: they have no logits, no part in the softmax, and a gradient of 0.
+
+    >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+    >>> tokens = jnp.zeros((1, 6), jnp.int32)
+    >>> params = model.init(jax.random.key(0), tokens)
+    >>> jax.jit(model.apply)(params, tokens).shape  # logits of the next token, at each position
+    (1, 6, 10)
+
+    Parameters may also have their layers stacked (`stack_layers`). They are then one loop, which is compiled in the
+    time of one pattern; with caches, or other collections than parameters, layers are slices of the stacks:
+
+    >>> stacked = {"params": stack_layers(params["params"])}
+    >>> bool(jnp.allclose(model.apply(stacked, tokens), model.apply(params, tokens), atol=1e-6))
+    True
+
+    Two documents packed into one sequence, which do not attend to each other:
+
+    >>> segments = jnp.array([[0, 0, 0, 0, 1, 1]])
+    >>> model.apply(params, tokens, segments=segments).shape
+    (1, 6, 10)
+    """
+
+    config: ModelConfig
+
+    @classmethod
+    def of(cls, **values) -> "GPT":
+        """The model of a `ModelConfig.of` these values."""
+        return cls(ModelConfig.of(**values))
+
+    @property
+    def dtype(self) -> DType:
+        """The type of the computation."""
+        return self.config.dtype
+
+    def replace(self, **fields) -> "GPT":
+        """The model with other values of some fields of its config."""
+        return self.clone(config=self.config.replace(**fields))
+
+    def over_tokens(self, vocab_size: int) -> "GPT":
+        """The model of the same parameters whose tokens are the first `vocab_size`, the others being padding.
+
+        >>> model = GPT.of(vocab_size=16, num_layers=1, num_heads=2, width=8, context=6).over_tokens(10)
+        >>> model.config.vocab_size, model.config.padded_vocab_size
+        (10, 16)
+        """
+        config = self.config
+        if vocab_size == config.vocab_size:
+            return self
+        return self.replace(vocab_size=vocab_size, padded_vocab_size=config.vocab_rows)
+
+    @checks.compact
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        mask: checks.MaskLike | None = None,
+        deterministic: bool = True,
+        caches: Sequence[Any] | None = None,
+        dropout_key: Array | None = None,
+        targets: Int[Array, "B R"] | None = None,
+        segments: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
+        places: Int[Array, "B R"] | None = None,
+    ) -> Float[Array, "B R V"] | Float[Array, "B R"] | tuple[Float[Array, "B R V"], tuple[Any, ...]]:
+        """Logits of the next token at each position, or the cross-entropy of given ones.
+
+        Args:
+          tokens: int `[B, T]`, each in [0, vocab_size); checked unless traced.
+          mask: and-ed with the causal mask or window of every layer, e.g. `masks.Segments(ids)`; a bool array counts
+            as `masks.Dense`. With caches, its keys are the caches' S slots: a bool array is `[T, S]`.
+          deterministic: False for dropout.
+          caches: one per layer (`init_caches`), each with a length `[B]`; `tokens` continue the cached sequences.
+          dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
+          targets: int `[B, T]`, or `[B, R]` with `places`, the next tokens, each in [0, vocab_size); checked unless
+            traced, where the loss of others is NaN. Large logits are then never held at once: see `ops.cross_entropy`.
+          segments: int `[B, T]`, the number of each token's document, where sequences are several documents, one after
+            another: a token attends to its own alone, and positions start again with each.
+          lengths: int `[B]`, the tokens of each sequence: the others, at the right, are padding that no token sees and
+            that caches do not keep.
+          places: int `[B, R]`, the positions whose logits or losses are computed; None for all T.
+
+        Returns:
+          float32 `[B, R, V]` (R is T without `places`, or what `attnlab.see` keeps), and with caches also the extended
+          caches; with targets their cross-entropy in nats, float32 `[B, R]`.
+
+        Raises:
+          ValueError: tokens out of range, a sequence longer than the
+            learned positions, caches or a mask of another size, targets of another shape or together with caches,
+            segments of another shape or with caches, places of another shape, stacked layers of another number than
+            num_layers.
+        """
+        config = self.config
+        checks.check_tokens(config, tokens, caches, segments, lengths)
+        checks.check_outputs(config, tokens, caches, places, targets)
+        keys = None
+        if config.dropout and not deterministic:
+            key = self.make_rng("dropout") if dropout_key is None else dropout_key
+            keys = dropout.per_example(key, tokens.shape[:1])
+
+        embed, output = self._tables()
+        x = sharding.gathering(self, lambda embed: embed(tokens))(embed)
+        x = x if config.embedding_scale == 1 else x * jnp.asarray(config.embedding_scale, x.dtype)
+        x = self._add_positions(x, caches, segments)
+        if keys is not None:
+            x = dropout.dropout(x, dropout.fold_in(keys, config.num_layers), config.dropout)
+        x = sharding.constrain(x, "batch", "length", None)
+        x, caches = stack.fold(self, x, Context(mask, segments, lengths), keys, caches)
+        x = x if places is None else jnp.take_along_axis(x, places[..., None], axis=1)
+        options = {"use_bias": config.use_bias, "dtype": config.dtype, "name": "final_norm"}
+        x = make_norm(config.norm, config.norm_epsilon, **options)(x)
+        x = x if config.logit_scale == 1 else x * jnp.asarray(config.logit_scale, x.dtype)
+        if targets is not None:
+            return sharding.gathering(self, functools.partial(logits.losses, config, x, targets))(output)
+        found = sharding.gathering(self, functools.partial(logits.logits, config, x))(output)
+        found = found[..., : config.vocab_size]
+        return found if caches is None else (found, caches)
+
+    def _tables(self) -> tuple[nn.Embed, nn.Embed]:
+        """The embeddings of tokens and of the output layer, which may be the same."""
+        rows, width = self.config.vocab_rows, self.config.width
+        options = {"dtype": self.dtype, "embedding_init": self.config.kernel_init}
+        embed = nn.Embed(rows, width, name="embed", **options)
+        return embed, embed if self.config.tie_embeddings else nn.Embed(rows, width, name="output", **options)
+
+    def _add_positions(self, x, caches, segments):
+        """Add positional embeddings to `[B, T, F]`, where the model has them."""
+        encoding, width = self.config.position_encoding, self.config.width
+        if encoding not in ("learned", "sinusoidal"):
+            return x
+        positions = jnp.arange(x.shape[1]) if segments is None else within_segments(segments)
+        if caches is not None:
+            positions = caches[0].length[:, None] + positions
+        if encoding == "learned":
+            table = LearnedPositions(self.config.context, width, dtype=self.dtype, name="positions")
+            return x + sharding.gathering(self, lambda table: table(positions))(table)
+        # As in Vaswani et al. 2017, section 3.4: sines of size 1 would dominate embeddings of deviation 0.02.
+        return x * width**0.5 + sinusoidal(positions, width).astype(self.dtype)
+
+    def block(self, layer: int) -> Block:
+        """The model's block of a number."""
+        config = self.config
+        initializers = {"kernel_init": config.kernel_init, "out_kernel_init": config.out_kernel_init, "parent": None}
+        options = {"gated": config.mlp == "gated", "dtype": config.dtype, **initializers}
+        mlp = Mlp(config.hidden, config.activation, config.use_bias, **options) if config.hidden else None
+        return Block(
+            config.layer(layer).make(config),
+            mlp,
+            config.dropout,
+            config.use_bias,
+            norm_epsilon=config.norm_epsilon,
+            norm=config.norm,
+            norm_at=config.norm_of(layer),
+            dtype=config.dtype,
+            name=f"block_{layer}",
+        )
+
+    def init_caches(self, batch: int, capacity: int | None = None) -> tuple[Any, ...]:
+        """One empty cache per layer, a `KVCache` of attention, for `capacity` positions (the context when None).
+
+        >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 6), jnp.int32))
+        >>> logits, caches = model.apply(params, jnp.array([[1, 2, 3]]), caches=model.init_caches(batch=1))
+        >>> logits, caches = model.apply(params, jnp.array([[4]]), caches=caches)  # one more token
+        >>> logits.shape
+        (1, 1, 10)
+        """
+        config, sizes = self.config, (batch, self.config.width, capacity or self.config.context)
+        # A fresh cache for each layer: a buffer that is donated must not appear twice.
+        return tuple(config.layer(n).make(config).init_cache(*sizes) for n in range(config.num_layers))

@@ -1,0 +1,133 @@
+"""A model's config: fields that do not fit together, or have no effect, are one line that names them."""
+
+import jax
+import numpy as np
+import pytest
+
+from attnlab import config as configs
+from attnlab.nn import GPT, AttentionConfig, ModelConfig
+from attnlab.nn.config import KINDS
+from attnlab.nn.mixers.gated_conv import GatedConvConfig
+from attnlab.nn.multihead import LocalConfig
+from attnlab.support.errors import UserError
+from attnlab.support.options import options
+
+CONV = {"layers": "gated_conv"}
+INVALID = {
+    "of no layer": ({"gated_delta": {"conv": 2}}, "gated_delta.conv = 2: expected 4, as layers = 'attention' has no "),
+    "of attention": (CONV | {"attention": {"kv_heads": 2}}, "attention.kv_heads = 2: .* has no attention"),
+    "rotary of no layer": (CONV | {"attention": {"rotary": {"base": 5.0}}}, "attention.rotary.base = 5.0: .* has no "),
+    "invalid": ({"layers": "gated_delta", "gated_delta": {"conv": -1}}, "gated_delta.conv = -1: expected 0 or more, "),
+    "kind": ({"layers": "atention"}, "layers = 'atention': no kind 'atention' .did you mean attention"),
+    "times": ({"layers": "gru*0 attention"}, r"layers = .*: 'gru\*0': expected KIND\*N, such as gru\*3"),
+    "no layers": ({"layers": " "}, "layers = ' ': expected kinds of layers, "),
+    "rotary beside learned": (
+        {"attention": {"rotary": {"base": 5.0}}, "positions": "learned"},
+        "attention.rotary.base = 5.0: it has no effect with positions = 'learned'",
+    ),
+    "rotary of convolutions": (CONV | {"positions": "rotary"}, "positions = 'rotary': no layer of gated_conv has them"),
+    "alibi of convolutions": (CONV | {"positions": "alibi"}, "positions = 'alibi': no layer of gated_conv has them"),
+    "feed-forward": ({"mlp": "gated", "mlp_ratio": 0.0}, "mlp = 'gated': it has no effect with mlp_ratio = 0, "),
+    "values of some": (
+        {"layers": "attention gru", "attention": {"value_residual": True}},
+        "attention.value_residual = True: expected in all layers or none, which are attention, gru",
+    ),
+}
+
+
+NO_FIELD = {
+    "rotary of forget": ({"layers": "forget", "forget": {"rotary": {}}}, "forget.rotary = {}: no such option"),
+    "misspelled": ({"attention": {"windw": 8}}, "attention.windw = 8: no such option .did you mean window"),
+    "misspelled field": ({"widht": 8}, "widht = 8: no such option .did you mean width"),
+    "misspelled rotary": (
+        {"attention": {"rotary": {"bas": 1.0}}},
+        "attention.rotary.bas = 1.0: no .*did you mean base",
+    ),
+    "empty layers": ({"layers": ()}, r"layers = \(\): expected one LayerConfig or more"),
+}
+
+
+@pytest.mark.parametrize("values, message", (INVALID | NO_FIELD).values(), ids=INVALID | NO_FIELD)
+def test_invalid_values_of_a_model_are_one_line(values, message):
+    with pytest.raises(ValueError, match=f"^{message}") as raised:
+        GPT.of(**values)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("values, message", INVALID.values(), ids=INVALID)
+def test_invalid_values_of_a_run_are_the_same_line(values, message):
+    with pytest.raises(UserError, match=rf"^config\.model\.{message}"):
+        run_of(values)
+
+
+def flat(values):
+    """Values by dotted name."""
+    groups = {name: flat(value) if isinstance(value, dict) else {"": value} for name, value in values.items()}
+    return {f"{name}.{rest}".rstrip("."): x for name, group in groups.items() for rest, x in group.items()}
+
+
+def run_of(values):
+    """The config of a run with these fields of its model."""
+    return configs.RunConfig.of({f"model.{name}": value for name, value in flat(values).items()})
+
+
+def test_option_whose_effect_another_takes_is_an_error_of_a_new_run():
+    config = run_of({"attention": {"rotary": {"factor": 4.0}}})
+    with pytest.raises(
+        UserError, match=r"config.model.attention.rotary.factor = 4.0: it has no effect with scaling = "
+    ):
+        config.check_effects()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"layers": "gated_conv*2 attention", "attention": {"kv_heads": 2, "rotary": {"base": 5.0}}, "num_heads": 2},
+        {"layers": "local attention", "local": {"window": 8, "rotary": {"base": 5.0}}, "attention": {"soft_cap": 5.0}},
+        CONV | {"gated_conv": {"kernel_size": 2}, "dropout": 0.1, "use_bias": True, "positions": "learned"},
+        CONV | {"width": 129},  # that heads need not divide
+        CONV | {"attention": {"window": None}},  # the default
+    ],
+    ids=str,
+)
+def test_model_of_a_run_equals_that_of_the_same_values_in_python(values):
+    model = ModelConfig.of(**values)
+    assert run_of(values).over_tokens(256) == model
+    assert run_of(configs.model_fields(model)).model == model
+
+
+def test_layers_are_words_or_configs_that_are_repeated_by_their_number():
+    gated, attention = GatedConvConfig(), AttentionConfig(window=8)
+    config = ModelConfig.of(layers="gated_conv*2 attention", num_layers=5, attention=attention)
+    assert config == ModelConfig.of(layers=(gated, gated, attention), num_layers=5)
+    assert [config.layer(number) for number in range(5)] == [gated, gated, attention, gated, gated]
+    assert ModelConfig.of(layers=attention).layers == (attention,)
+    assert config.replace(num_layers=2).used == (gated,)  # those within the model
+
+
+def test_auto_positions_are_rotary_if_a_layer_has_them():
+    stands_for = {"attention": "rotary", "gated_conv": "none", "gated_conv attention": "rotary", "forget": "none"}
+    assert {layers: ModelConfig.of(layers=layers).position_encoding for layers in stands_for} == stands_for
+    assert ModelConfig.of(layers="gated_conv attention", num_layers=1).position_encoding == "none"
+
+
+def test_replaced_field_is_checked():
+    with pytest.raises(ValueError, match=r"^remat = 'all': expected one of none, "):
+        GPT.of().replace(remat="all")
+
+
+def test_kinds_are_named_by_their_config_and_declare_a_default_for_every_option():
+    for name, kind in KINDS.items():
+        defaults = {field: each.default for field, each in options(kind).items() if "." not in field}
+        assert kind.kind == name and kind() == kind(**defaults)
+
+
+def test_local_layers_make_the_programs_of_attention_with_a_window():
+    sizes = {"vocab_size": 40, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12}
+    tokens = np.arange(24).reshape(2, 12)
+
+    def program(layer):
+        model = GPT.of(**sizes, layers=layer)
+        return jax.jit(model.apply).lower(jax.eval_shape(model.init, jax.random.key(0), tokens), tokens).as_text()
+
+    assert program(AttentionConfig(window=3)) == program(LocalConfig(window=3))

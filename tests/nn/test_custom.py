@@ -1,0 +1,147 @@
+"""Layers, score mods and masks of a user: kinds by name where their file was run, and never run by a name alone."""
+
+import jax
+import numpy as np
+import pytest
+
+from attnlab import config as configs
+from attnlab.nn import GPT, custom, register
+from attnlab.nn.config import KINDS
+from attnlab.score_mods import SoftCap
+from attnlab.support.errors import UserError
+from tests.nn.user_parts import SOURCE, Doubling
+from tests.parameters import parameters
+
+TOKENS = np.arange(8).reshape(1, 8) % 5
+SIZES = {"vocab_size": 5, "num_layers": 2, "num_heads": 2, "width": 8, "context": 8}
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """A registry of each test's own."""
+    monkeypatch.setattr(custom, "_SOURCES", {})
+    before = dict(KINDS)
+    forget()
+    yield
+    KINDS.clear()
+    KINDS.update(before)
+
+
+def forget():
+    """All kinds but attnlab's, as in a new process."""
+    custom._SOURCES.clear()
+    for kind in filter(custom.is_custom, list(KINDS)):
+        del KINDS[kind]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def code(*kinds):
+    """As a run saves it."""
+    sources = custom.sources(GPT.of(**SIZES, layers=" ".join(kinds)).config.layers)
+    return {kind: {"file": str(source.path), "sha256": source.sha256} for kind, source in sources.items()}
+
+
+def test_public_parts_of_an_imported_file_are_kinds_of_layers(file):
+    assert custom.import_file(file) == custom.import_file(file) == ["near", "odd", "Average", "Shifted"]
+    assert all(custom.is_custom(kind) for kind in ("near", "Shifted")) and not custom.is_custom("gru")
+    for layers in ("near", "gru odd", "Average", "Shifted attention"):
+        model = GPT.of(**SIZES, layers=layers)
+        shape = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+        assert jax.eval_shape(model.apply, shape, TOKENS).shape == (1, 8, 5)
+    assert GPT.of(**SIZES, layers="Shifted").config.position_encoding == "none"
+
+
+def test_options_that_a_custom_layer_declares_are_options_of_its_kind(file):
+    custom.import_file(file)
+    assert configs.default().model.Average.decay == 0.6 and KINDS["Average"].heads is None
+    config = GPT.of(**SIZES, layers="Average", Average={"decay": 0.5, "heads": 1}).config
+    layer = config.layers[0].make(config)
+    assert (layer.decay, layer.num_heads, type(layer).__name__) == (0.5, 1, "Average")
+    with pytest.raises(ValueError, match=r"^Average.decay = 2.0: expected a number from 0.01 to 1$"):
+        GPT.of(**SIZES, layers="Average", Average={"decay": 2.0})
+
+
+def test_score_mod_and_mask_of_a_file_change_what_attention_computes(file):
+    custom.import_file(file)
+    models = [GPT.of(**SIZES | {"num_layers": 1}, layers=kind) for kind in ("attention", "near", "odd")]
+    params = parameters(models[0], TOKENS)
+    logits = jax.jit(lambda params: [model.apply(params, TOKENS) for model in models])(params)
+    assert len({np.asarray(x).tobytes() for x in logits}) == 3
+
+
+def test_registered_class_or_value_is_a_kind():
+    assert register(Doubling) == register(Doubling) == "Doubling" and KINDS["Doubling"].module is Doubling
+    assert register(SoftCap(5.0), "capped") == "capped" and code("Doubling", "capped").keys() == {"Doubling"}
+    assert GPT.of(layers=f"{register(Doubling, 'twice')}*2 capped").config.layers[1].kernel_size == 4
+
+
+@pytest.mark.parametrize(
+    "value, name, message",
+    [
+        (int, None, "is not a class of a file"),
+        (UserError, None, "UserError is the class UserError: expected a subclass of attnlab.nn.Layer or LayerConfig"),
+        (SoftCap(5.0), None, r"SoftCap\(…\) needs a name: register\(value, name\)"),
+        (5, "five", "five is of type int: expected a subclass"),
+        (Doubling, "gru", "'gru' is a kind of attnlab: choose another name"),
+        (SoftCap(5.0), "a b", "'a b': expected a name such as 'mine'"),
+        (SoftCap(5.0), "norm", "'norm': expected a name such as 'mine', and none of a field of ModelConfig"),
+    ],
+)
+def test_value_that_cannot_be_a_kind_raises_one_line(value, name, message, own_errors):
+    register(Doubling)
+    with pytest.raises(UserError, match=message) as raised:
+        register(value, name)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("raise SystemExit(3)", r"broken.py failed \(SystemExit: 3\)"),
+        ("x = 1", "it defines no layer, score mod or mask"),
+        ("from attnlab.nn import GRU", "it defines no layer"),
+        (
+            "from attnlab.nn import Layer\nclass Needy(Layer):\n  order: int",
+            "Needy: its field order has no default: give",
+        ),
+        (None, "broken.py: No such file or directory: expected a Python file"),
+    ],
+)
+def test_file_that_cannot_be_imported_raises_one_line(tmp_path, text, message):
+    path = tmp_path / "broken.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        custom.import_file(path)
+
+
+def test_saved_kind_needs_an_imported_file_of_its_code(file, tmp_path):
+    custom.import_file(file)
+    saved = code("near", "gru")
+    custom.check_imported(saved, "runs/x")
+    forget()
+    with pytest.raises(ValueError, match="layers = 'near': no kind 'near'"):
+        GPT.of(layers="near")
+    with pytest.raises(UserError, match=f"^runs/x uses custom code, 'near': pass --import={file}, or the run's copy"):
+        custom.check_imported(saved, "runs/x")
+    copy = tmp_path / "copy.py"
+    copy.write_text(SOURCE.replace("0.6", "0.7") + "# of a comment, and another layer")
+    custom.import_file(copy)
+    custom.check_imported(saved, "runs/x")
+    file.write_text(SOURCE.replace("0.1 *", "0.2 *"))
+    custom.import_file(file)
+    with pytest.raises(UserError, match="the code of 'near' in .*mine.py has changed since runs/x began: restore it"):
+        custom.check_imported(saved, "runs/x")
+
+
+def test_imported_file_of_no_layer_is_an_error(file):
+    custom.import_file(file)
+    custom.check_used([str(file)], GPT.of(layers="gru near").config.layers)
+    with pytest.raises(UserError, match=f"^--import={file}: no layer is from it, as they are gru: set config.model.la"):
+        custom.check_used([str(file)], GPT.of(layers="gru").config.layers)
