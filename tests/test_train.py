@@ -217,7 +217,8 @@ def test_processes_stopped_and_killed_without_a_reader_are_bit_exact(undisturbed
 @pytest.mark.slow
 def test_hybrid_with_a_layer_of_the_user_killed_is_bit_exact(tmp_path):
     (tmp_path / "mine.py").write_text(SOURCE)
-    hybrid = runs.flags({"model.num_layers": 3, "model.pattern": f"{tmp_path}/mine.py:Average gated_delta attention"})
+    hybrid = runs.flags({"model.num_layers": 3, "model.layers": "Average gated_delta attention"})
+    hybrid.append(f"--import={tmp_path}/mine.py")
     for workdir, program, code in (
         ("whole", ["-m", "attnlab.train"], 0),
         ("run", ["-c", SIGNALS_ITSELF, f"{signal.SIGKILL:d}", "6"], -signal.SIGKILL),

@@ -240,7 +240,8 @@ class LayerConfig:
     def check(self, model) -> None:
         """Raise FieldError for options that do not fit one another, or the model's."""
         try:
-            jax.eval_shape(lambda: self.make(model).init_cache(1, model.width, 1))
+            with jax.enable_x64(True):  # a model of float64 may be described where JAX has none
+                jax.eval_shape(lambda: self.make(model).init_cache(1, model.width, 1))
         except FieldError as error:
             if error.field == "num_heads" and self.heads is None:  # the model's
                 raise

@@ -35,7 +35,7 @@ def test_finetuned_llama_writes_the_same_text_in_transformers(llama, text, tmp_p
     assert finetune(llama, text, tmp_path / "run", steps=20) == 0, capsys.readouterr().err
     model, params, tokenizer, config = attnlab.load(tmp_path / "run")
     assert model == from_hf(llama)[0].over_tokens(tokenizer.vocab_size).replace(context=32)
-    assert (config.model.attention.rotary.scaling, config.model.tie_embeddings) == ("llama3", False)
+    assert (config.model.layers[0].rotary.scaling, config.model.tie_embeddings) == ("llama3", False)
     before = from_hf(llama)[1]["params"]["output"]["embedding"]
     assert np.abs(params["params"]["output"]["embedding"] - before).max() > 1e-3
     folder = save_hf(tmp_path / "tuned", model, params, tokenizer)

@@ -106,7 +106,7 @@ def test_gradients_of_all_parts_are_summed_over_devices_once_a_step():
     "options",
     [
         {"positions": "learned", "remat": "block"},
-        SLOW({"positions": "alibi", "attention": {"window": 5}}),
+        SLOW({"positions": "alibi", "attention.window": 5}),
     ],
     ids=str,
 )
