@@ -190,10 +190,9 @@ def explain(q, k, v, g=None, beta=None, *, impl="auto", chunk_size=None, platfor
     if chosen == "recurrent":
         return Explanation("recurrent", dict.fromkeys(CHUNKS, why or f"it is for more than {_FEW} tokens"))
     other, for_ = ("chunked", "CPUs") if chosen == "parallel" else ("parallel", "GPUs and TPUs")
-    of_few = why or f"token by token is for {_FEW} or fewer"
-    of_few = of_few if split is None else "context_parallel cannot split it"
-    explanation = Explanation(chosen, {other: why or f"it is for {for_}", "recurrent": of_few})
-    over = f", over {split.devices} devices of {split.context.axis!r}" if split is not None else ""
+    few = "context_parallel cannot split it" if split else why or f"token by token is for {_FEW} or fewer"
+    explanation = Explanation(chosen, {other: why or f"it is for {for_}", "recurrent": few})
+    over = f", over {split.devices} devices of {split.context.axis!r}" if split else ""
     explanation.split = f"by {size} tokens, {terms.case}{over}"
     explanation.products = "TF32" if is_tf32(jnp.result_type(q, k, v), platform) else ""
     return explanation

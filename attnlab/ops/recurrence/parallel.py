@@ -20,7 +20,7 @@ from jax import lax
 
 from attnlab.ops.recurrence.chunked import by_chunk, joined, with_finite_logs
 from attnlab.ops.recurrence.decays import Decays
-from attnlab.ops.recurrence.products import product
+from attnlab.ops.recurrence.products import product, rounded
 from attnlab.ops.recurrence.substitution import solve
 from attnlab.ops.recurrence.terms import Terms
 from attnlab.types import Array, DType
@@ -103,6 +103,7 @@ _CASES = {"no erasure": _plain, "symmetric": _symmetric, "general": _general}
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _states(operand, k, u, w, a, state):
     """(The state before each chunk `[n, ..., H, K, V]`, X `[n, ..., H, N, V]`, the last state)."""
+    k, w = (None if y is None else rounded(y, operand) for y in (k, w))  # once, not in each step
     if w is None:
         written = product("...nk,...nv->...kv", k, u, operand)
         after = _composed(a, written.at[0].add(_decayed(None if a is None else a[0], state)))
@@ -119,6 +120,7 @@ def _states(operand, k, u, w, a, state):
 
 def _forward(operand, k, u, w, a, state):
     found = entering, x, _ = _states(operand, k, u, w, a, state)
+    k, w = (None if y is None else rounded(y, operand) for y in (k, w))
     return found, (k, w, a, entering, x)
 
 

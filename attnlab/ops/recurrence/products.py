@@ -13,9 +13,16 @@ def product(spec: str, x: Array, y: Array, operand: DType | None = None) -> Arra
 
     Derivatives round their operands in the same way; `einsum` would multiply a cotangent of float32.
     """
-    if operand is None or jnp.finfo(operand).bits >= 32:
-        return jnp.einsum(spec, x, y)
-    return _rounded(spec, operand, x, y)
+    return jnp.einsum(spec, x, y) if _is_wide(operand) else _rounded(spec, operand, x, y)
+
+
+def rounded(x: Array, operand: DType | None) -> Array:
+    """An array in the type in which `product` multiplies it."""
+    return x if _is_wide(operand) else x.astype(operand)
+
+
+def _is_wide(operand) -> bool:
+    return operand is None or jnp.finfo(operand).bits >= 32
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -31,7 +38,8 @@ def _backward(spec, operand, residuals, g):
     of_x, of_y, of_out = spec.replace("->", ",").split(",")
     x, y = residuals
     d_x = product(f"{of_out},{of_y}->{of_x}", g, y, operand)
-    return d_x, product(f"{of_out},{of_x}->{of_y}", g, x, operand)
+    d_y = product(f"{of_out},{of_x}->{of_y}", g, x, operand)
+    return d_x.astype(x.dtype), d_y.astype(y.dtype)
 
 
 _rounded.defvjp(_forward, _backward)
