@@ -67,7 +67,7 @@ def _forward(inputs, kernel, bias, state, begins, inside):
     def step(state, token):
         inputs, begins, inside = token
         previous = state if begins is None else jnp.where(begins, 0, state)
-        r, z, n, _ = _gates(inputs, previous @ kernel, bias)
+        _, z, n, _ = _gates(inputs, previous @ kernel, bias)
         out = (1 - z) * n + z * previous
         return out if inside is None else jnp.where(inside, out, previous), (out, previous)
 

@@ -2,6 +2,7 @@
 
 import re
 
+import flax.linen as linen
 import jax
 import numpy as np
 import pytest
@@ -163,6 +164,25 @@ def test_linear_attention_state_has_the_features_of_the_map_and_a_sum_of_keys():
     assert cache.state.shape == (3, 2, 8, 5) and cache.conv is None
 
 
-def test_gru_has_the_parameters_of_flax():
-    params = jax.eval_shape(nn.GRU(features=5).init, jax.random.key(0), X)["params"]
-    assert list(params) == ["cell"] and params["cell"]["in"]["kernel"].shape == (8, 5)
+def test_gru_has_the_parameters_and_gradients_of_flax_also_packed_and_padded(float64):
+    ours, theirs = (
+        nn.GRU(5, dtype=np.float64),
+        linen.RNN(linen.GRUCell(5, dtype=np.float64, param_dtype=np.float64), return_carry=True),
+    )
+    x = np.random.default_rng(0).standard_normal((2, 7, 3))
+    params = jax.jit(theirs.init)(jax.random.key(0), x)
+
+    def loss(outs, state):
+        return sum((out**2).sum() for out in outs) + (state**3).sum()
+
+    def of_ours(params, x):
+        packed = ours.apply(params, x, segments=np.array([[0] * 4 + [1] * 3] * 2))
+        out, cache = ours.apply(params, x, cache=ours.init_cache(2, 3), lengths=np.array([5, 5]))
+        return loss((packed, out[:, :5]), cache.state)
+
+    def of_theirs(params, x):
+        (_, first), (_, second), (state, out) = (theirs.apply(params, x[:, part]) for part in np.s_[:4, 4:, :5])
+        return loss((first, second, out), state)
+
+    found, expected = (jax.jit(jax.grad(each, (0, 1)))(params, x) for each in (of_ours, of_theirs))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), found, expected)
