@@ -77,6 +77,10 @@ def main(values) -> int:
             print(tables.line(label, rows[label]), flush=True)
     sizes = f"float32, B = {values.batch}, H = {values.heads}, K = V = {values.head_dim}"
     tables.report(f"linear recurrence, {sizes}, {jax.devices()[0].device_kind}", rows, "softmax")
+    beside = [length for length in lengths if length <= values.longest_softmax]
+    for which, name in itertools.product(("forward", "forward + backward") if beside else (), functions):
+        if name != "softmax":
+            print(f"{name}, {which}: {_pays(rows, beside, which, name)}")
     cells = {label: {name: f"{t:.2f}" for name, t in row.items()} for label, row in a_token.items()}
     tables.table("microseconds a token", cells)
     seconds = {label: {name: statistics.median(s) for name, s in row.items()} for label, row in rows.items()}
@@ -84,6 +88,17 @@ def main(values) -> int:
     cases = {f"{label}, {sizes}": {"seconds": seconds[label], "us_a_token": a_token[label]} for label in rows}
     recording.add(values, "recurrence", cases)
     return 0
+
+
+def _pays(rows, lengths, which, name) -> str:
+    """The shortest length from which on a member takes less time than the softmax, in words."""
+    found = None
+    for length in sorted(lengths, reverse=True):
+        row = rows[f"T = {length:,}, {which}"]
+        if statistics.median(row[name]) >= statistics.median(row["softmax"]):
+            break
+        found = length
+    return "at no length faster than the softmax" if found is None else f"faster than the softmax from T = {found:,} on"
 
 
 def _softmax(shape) -> tuple[Callable, dict]:
