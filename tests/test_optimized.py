@@ -29,7 +29,7 @@ MODULES = {
     "linear": nn.LinearAttention(4),
     "gru": nn.GRU(),
     "convolution": nn.CausalConv(3),
-    "block": nn.Block(nn.MultiHeadAttention(2), nn.Mlp(19, "silu", gated=True), norm_first=False),
+    "block": nn.Block(nn.MultiHeadAttention(2), nn.Mlp(19, "silu", gated=True), norm_at="stream"),
 }
 MODELS = {
     "llama": {"attention": {"rotary": {"scaling": "linear", "factor": 2.0}}, "norm": "rms", "mlp": "gated"},

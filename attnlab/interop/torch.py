@@ -21,7 +21,7 @@ def from_torch(source) -> tuple[nn.Module, dict]:
     | torch | attnlab |
     |---|---|
     | `nn.MultiheadAttention` | `MultiHeadAttention` |
-    | `nn.TransformerEncoderLayer` | `Block`, with `norm_first` |
+    | `nn.TransformerEncoderLayer` | `Block`, with `norm_at` "before" or "stream" |
 
     Inputs are `[batch, length, features]` whatever torch's `batch_first`, and masks are attnlab's. Dropout rates are
     kept, but torch's encoder layer also has dropout inside the feed-forward layer, which `Block` does not.
@@ -210,7 +210,7 @@ def _encoder_layer(source):
         Mlp(source.linear1.out_features, _activation(source.activation), use_bias=use_bias),
         dropout_rate=source.dropout1.p,
         use_bias=use_bias,
-        norm_first=source.norm_first,
+        norm_at="before" if source.norm_first else "stream",
         norm_epsilon=source.norm1.eps,
     )
     return module, (source.linear1.in_features,), _ENCODER

@@ -26,11 +26,11 @@ class Block(Layer):
       mlp: the feed-forward layer; None for attention alone (Elhage et al. 2021).
       dropout_rate: probability of dropping an element of either layer's output.
       use_bias: whether the norms add a bias.
-      norm_first: False for the post-norm of Vaswani et al. 2017: norm(x + attention(x)), then norm(x + mlp(x)).
       norm_epsilon: ε of the norms.
       norm: "layer", "rms" or "rms_plus_one", see `make_norm`.
       norm_at: "before" a layer; "after" it, x + norm(attention(x)) (OLMo Team 2024, section 3.2); or "both" (Gemma
-        Team 2024). Norms after a layer are named `attention_post_norm` and `mlp_post_norm`.
+        Team 2024). Norms after a layer are named `attention_post_norm` and `mlp_post_norm`. "stream" is norm(x +
+        attention(x)), then norm(x + mlp(x)), the post-norm of Vaswani et al. 2017.
       dtype: type of the computation; the input's when None.
 
     >>> block = Block(MultiHeadAttention(num_heads=2, mask=Causal()), Mlp())
@@ -42,7 +42,6 @@ class Block(Layer):
     mlp: nn.Module | None = None
     dropout_rate: float = 0.0
     use_bias: bool = True
-    norm_first: bool = True
     norm_epsilon: float = NORM_EPSILON
     dtype: DType | None = None
     norm: str = "layer"
@@ -64,14 +63,9 @@ class Block(Layer):
     @nn.compact
     def forward(self, x: Float[Array, "B T F"], context: Context, cache: Any = None) -> LayerOut:
         """The residual stream after both layers; ValueError also for an unknown `norm` or `norm_at`."""
-        if self.norm_at not in NORM_AT:
-            raise ValueError(f"norm_at = {self.norm_at!r}: expected one of {', '.join(NORM_AT)}")
-        if not self.norm_first and self.norm_at != "before":
-            raise ValueError(
-                f"norm_first = False norms the residual stream, so norm_at = {self.norm_at!r} has no place"
-            )
-        is_before = self.norm_first and self.norm_at in ("before", "both")
-        is_after = self.norm_first and self.norm_at in ("after", "both")
+        if self.norm_at not in (known := (*NORM_AT, "stream")):
+            raise ValueError(f"norm_at = {self.norm_at!r}: expected one of {', '.join(known)}")
+        is_before, is_after = self.norm_at in ("before", "both"), self.norm_at in ("after", "both")
         key = context.dropout_key  # folded with 0 in the mixer, 1 for its output, 2 for the feed-forward layer's
 
         def norm(x, name):
@@ -87,7 +81,7 @@ class Block(Layer):
             """Add the layer's output to the residual stream."""
             out = norm(out, f"{name}_post_norm") if is_after else out
             x = sharding.constrain(x + drop(out, site), "batch", "length", None)
-            return x if self.norm_first else norm(x, f"{name}_norm")
+            return norm(x, f"{name}_norm") if self.norm_at == "stream" else x
 
         def normed(x, name):
             return norm(x, f"{name}_norm") if is_before else x

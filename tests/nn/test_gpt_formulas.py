@@ -45,7 +45,7 @@ def test_mlp_equals_formula_with_each_activation_and_gated(float64):
 def test_block_with_norms_before_or_after_equals_formula(norm_first, mlp, float64):
     x = 3 * np.random.default_rng(0).standard_normal((2, 5, 8)) + 1
     attention = MultiHeadAttention(num_heads=2)
-    block = Block(attention, mlp, norm_first=norm_first, norm_epsilon=0.1)
+    block = Block(attention, mlp, norm_at="before" if norm_first else "stream", norm_epsilon=0.1)
 
     def norm(x, params):
         normal = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 0.1)

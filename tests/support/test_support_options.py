@@ -3,13 +3,12 @@
 import dataclasses
 import re
 
-import jax
 import numpy as np
 import pytest
 
 from attnlab import config as configs
 from attnlab import train
-from attnlab.nn import Block, Mlp, ModelConfig, MultiHeadAttention
+from attnlab.nn import ModelConfig
 from attnlab.support.options import FieldError, check_values, option, options
 
 
@@ -80,9 +79,3 @@ def test_model_of_a_config_has_its_fields():
     assert (model.vocab_size, model.norm, model.layers[0].rotary.base, model.dtype) == (11, "rms", 50.0, "bfloat16")
     with pytest.raises(ValueError, match=r"config\.model\.vocab_size = 7 .* 11"):
         configs.RunConfig.of({"model.vocab_size": 7}).over_tokens(11)
-
-
-def test_norm_first_false_with_norm_at_raises_one_line():
-    block = Block(MultiHeadAttention(2), Mlp(), norm_first=False, norm_at="after")
-    with pytest.raises(ValueError, match="norm_first = False .* norm_at = 'after'"):
-        block.init(jax.random.key(0), np.ones((1, 2, 4), np.float32))
