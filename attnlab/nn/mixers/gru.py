@@ -44,7 +44,8 @@ class _Cell(nn.Module):
 
     @nn.compact
     def __call__(self, x, state, context):
-        inputs = [nn.Dense(self.features, dtype=self.dtype, name=name)(x) for name in ("ir", "iz", "in")]
+        by_token = jnp.moveaxis(x, 1, 0)
+        inputs = tuple(nn.Dense(self.features, dtype=self.dtype, name=name)(by_token) for name in ("ir", "iz", "in"))
         kernels, (*_, bias) = zip(*(_Hidden(self.features, name == "hn", name=name)() for name in ("hr", "hz", "hn")))
         kernel, bias = (y.astype(inputs[0].dtype) for y in (jnp.concatenate(kernels, axis=-1), bias))
         begins = inside = None
@@ -52,14 +53,13 @@ class _Cell(nn.Module):
             begins = jnp.pad(context.segments[:, 1:] != context.segments[:, :-1], ((0, 0), (1, 0))).T[..., None]
         if context.lengths is not None:
             inside = (jnp.arange(x.shape[1]) < context.lengths[:, None]).T[..., None]
-        inputs = jnp.moveaxis(jnp.stack(inputs), 2, 1)  # [3, T, B, d]
         out, last_state = _run(inputs, kernel, bias, state, begins, inside)
         return last_state, jnp.moveaxis(out, 0, 1)
 
 
 @jax.custom_vjp
 def _run(inputs, kernel, bias, state, begins, inside):
-    """(Outputs `[T, B, d]`, the last state `[B, d]`), of projected inputs `[3, T, B, d]` of the gates r, z and n."""
+    """(Outputs `[T, B, d]`, the last state `[B, d]`), of projected inputs of the gates r, z and n, each `[T, B, d]`."""
     return _forward(inputs, kernel, bias, state, begins, inside)[0]
 
 
@@ -71,7 +71,7 @@ def _forward(inputs, kernel, bias, state, begins, inside):
         out = (1 - z) * n + z * previous
         return out if inside is None else jnp.where(inside, out, previous), (out, previous)
 
-    last, (out, previous) = jax.lax.scan(step, state, (jnp.moveaxis(inputs, 1, 0), begins, inside))
+    last, (out, previous) = jax.lax.scan(step, state, (inputs, begins, inside))
     return (out, last), (inputs, kernel, bias, previous, begins, inside)
 
 
@@ -100,7 +100,7 @@ def _backward(residuals, cotangents):
     d_state, (*d_inputs, d_hidden) = jax.lax.scan(step, d_last, tokens, reverse=True)
     d_kernel = jnp.einsum("tbi,tbj->ij", previous, d_hidden)
     d_bias = d_hidden[..., -len(bias) :].sum(axis=(0, 1))
-    return jnp.stack(d_inputs), d_kernel, d_bias, d_state, None, None
+    return tuple(d_inputs), d_kernel, d_bias, d_state, None, None
 
 
 _run.defvjp(_forward, _backward)

@@ -117,22 +117,21 @@ def _plain(state, terms, decays):
 
 
 def _symmetric(state, terms, decays):
-    rows = jnp.concatenate([terms.k[..., None, :, :], terms.q], axis=-3)
-    scores, read = decays.scores(rows, terms.k), decays.read(rows, state)
-    values = terms.beta * solve(scores[..., 0, :, :] * terms.beta.mT, terms.v - read[..., 0, :, :])
-    out = read[..., 1:, :, :] + _weighted(scores[..., 1:, :, :], values)
+    k = terms.k[..., None, :, :]
+    among_keys = decays.scores(k, terms.k)[..., 0, :, :] * terms.beta.mT
+    values = terms.beta * solve(among_keys, terms.v - decays.read(k, state)[..., 0, :, :])
+    out = decays.read(terms.q, state) + _weighted(decays.scores(terms.q, terms.k), values)
     return decays.write(state, (terms.k, values)), out
 
 
 def _general(state, terms, decays):
-    e, r = terms.erase
-    rows = jnp.concatenate([r[..., None, :, :], terms.q], axis=-3)
+    e, r = terms.erase[0], terms.erase[1][..., None, :, :]
     columns = jnp.concatenate([terms.k, e], axis=-2)
-    scores, read = decays.scores(rows, columns), decays.read(rows, state)
-    among_keys, among_erased = jnp.split(scores[..., 0, :, :], 2, axis=-1)
-    erased = solve(among_erased, read[..., 0, :, :] + jnp.tril(among_keys, -1) @ terms.v)
+    among_keys, among_erased = jnp.split(decays.scores(r, columns)[..., 0, :, :], 2, axis=-1)
+    read = decays.read(r, state)[..., 0, :, :] + jnp.tril(among_keys, -1) @ terms.v
+    erased = solve(among_erased, read)
     values = jnp.concatenate([terms.v, -erased], axis=-2)
-    out = read[..., 1:, :, :] + _weighted(scores[..., 1:, :, :], values)
+    out = decays.read(terms.q, state) + _weighted(decays.scores(terms.q, columns), values)
     return decays.write(state, (terms.k, terms.v), (-e, erased)), out
 
 
