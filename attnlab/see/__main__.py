@@ -219,7 +219,7 @@ def _windows(
         if text is None and (elsewhere := config.data.path or config.data.mixture):
             raise UserError(f"{workdir} was trained on {elsewhere}, outside of it: name the text with --text=FILE")
         if text is not None:
-            fields |= {"data.path": text, "data.mixture": ""}
+            fields |= {"data.path": text, "data.name": "text", "data.mixture": ""}
         batch = texts.load(config.changed(fields), Workdir(workdir)).validation[0]
     except UserError as error:
         if not is_optional:
