@@ -25,7 +25,7 @@ from attnlab.data.tasks.task_batches import HeldOutBatches
 from attnlab.nn import GPT, custom
 from attnlab.support import paths, timing
 from attnlab.support.errors import UserError
-from attnlab.training import flops, state
+from attnlab.training import flops, precision, state
 from attnlab.training import text as texts
 from attnlab.training.experiment import Experiment
 from attnlab.training.workdir import Workdir
@@ -56,15 +56,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def measured(workdirs: list[Path]) -> dict:
     """The measurements of one variant, by column of the table, on its finished runs, which differ in the seed alone."""
-    run = loading.load(workdirs[0])
+    runs = [loading.load(workdir) for workdir in workdirs]
+    with precision.products(runs[0].config.precision):
+        return _costs(runs[0]) | _results(runs, workdirs)
+
+
+def _costs(run: loading.Run) -> dict:
     config, model = run.config, run.model
     experiment = Experiment(config, run.tokenizer.vocab_size)
     memory = experiment.lower().compile().memory_analysis()
-    context = config.model.context
     found = {
         "parameters": experiment.parameters,
-        "flops_per_token_train": flops.per_token(model, context),
-        "flops_per_token_decode": flops.per_decoded_token(model, context),
+        "flops_per_token_train": flops.per_token(model, config.model.context),
+        "flops_per_token_decode": flops.per_decoded_token(model, config.model.context),
         "peak_memory_bytes": memory.temp_size_in_bytes
         + memory.argument_size_in_bytes
         + memory.output_size_in_bytes
@@ -72,13 +76,19 @@ def measured(workdirs: list[Path]) -> dict:
         "certificate": certificate.of_model(model),
     }
     for times in LONGER if extends(model) else LONGER[:1]:
-        for name, value in _decoding(model, run.params, times * context).items():
+        for name, value in _decoding(model, run.params, times * config.model.context).items():
             found[f"{name}_{times}x"] = value
+    return found
+
+
+def _results(runs: list[loading.Run], workdirs: list[Path]) -> dict:
+    config = runs[0].config
     if task := named.parse(config.data.name):
-        return found | _accuracies(task, [loading.load(workdir) for workdir in workdirs])
-    losses = np.mean([_losses_by_position(loading.load(workdir), workdir) for workdir in workdirs], axis=0)
+        return _accuracies(task, runs)
+    context = config.model.context
+    losses = np.mean([_losses_by_position(run, workdir) for run, workdir in zip(runs, workdirs)], axis=0)
     spans = {end: losses[start * context : end * context] for start, end in SPANS}
-    return found | {f"loss_{end}x": float(x.mean()) for end, x in spans.items() if len(losses) >= end * context}
+    return {f"loss_{end}x": float(x.mean()) for end, x in spans.items() if len(losses) >= end * context}
 
 
 def _accuracies(task: named.Task, runs: list[loading.Run]) -> dict:

@@ -121,9 +121,9 @@ def test_exponents_of_exact_powers_are_recovered():
 
 @pytest.mark.slow
 def test_gru_flops_are_step_times_trips():
-    """XLA counts the loop body of a GRU over n tokens once, so the study multiplies one step by the trip count."""
+    """XLA counts a loop body once, so the study multiplies a step of a GRU; half its products are outside the loop."""
     step, program = complexity.gru_step(8), complexity.compiled_for(*complexity.layer_call(complexity.GRU(), 16, 8))
-    assert complexity.count_flops(program) < 2 * complexity.count_flops(step), (
+    assert complexity.count_flops(program) < 0.75 * 16 * complexity.count_flops(step), (
         "if XLA counts trips itself, do not multiply"
     )
     assert complexity.count_trips(program) == 16
