@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from attnlab.ops import blockwise, checks, context, counting, cudnn, decode, dense, dropout, recurrence, splash
+from attnlab.ops import blockwise, checks, context, counting, cudnn, decode, dense, dropout, mosaic, recurrence, splash
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.explanation import Explanation
 from attnlab.ops.logsumexp import finite_shift, normalizer
@@ -19,14 +19,14 @@ from attnlab.ops.score_mods import ScoreMod
 from attnlab.types import Array
 
 # In the order of preference of "auto"; see `attnlab.ops.call` for what a backend is.
-_BACKENDS = {"cudnn": cudnn, "splash": splash, "decode": decode, "blockwise": blockwise, "dense": dense}
+_BACKENDS = {"cudnn": cudnn, "mosaic": mosaic, "splash": splash, "decode": decode, "blockwise": blockwise, "dense": dense}
 
 
 def implementations() -> tuple[str, ...]:
     """The values of `impl` besides "auto".
 
     >>> implementations()
-    ('cudnn', 'splash', 'decode', 'blockwise', 'dense')
+    ('cudnn', 'mosaic', 'splash', 'decode', 'blockwise', 'dense')
     """
     return tuple(_BACKENDS)
 
@@ -200,6 +200,7 @@ def explain(q, k, v, *terms, platform: str | None = None, operator=None, **named
     >>> print(explain(q, k, v, mask=Causal()))
     runs dense
     not cudnn: it needs a gpu, and this is a cpu
+    not mosaic: it needs a gpu, and this is a cpu
     not splash: it needs a tpu, and this is a cpu
     not decode: it is for 16 queries, 64 rows of queries and heads or fewer, and 4 times as many keys
     not blockwise: it could, but dense is preferred for these lengths
@@ -261,7 +262,7 @@ def has_lse(backend) -> bool:
 
 def _context_against(name, split) -> str | None:
     """The reason why a backend cannot compute the shards of a call."""
-    if split is not None and (name == "decode" or not has_lse(_BACKENDS[name])):
+    if split is not None and (name in ("decode", "mosaic") or not has_lse(_BACKENDS[name])):
         return "within context_parallel it cannot compute a part of a call"
     return None
 
@@ -269,7 +270,7 @@ def _context_against(name, split) -> str | None:
 def _platform_against(name, names, call: AttentionCall, platform) -> str | None:
     """The reason why a backend cannot run on the platform; where none is known, an explicit `impl` decides."""
     needs, found = getattr(_BACKENDS[name], "PLATFORM", None), platform or platform_of(call.q, call.k, call.v)
-    if needs in (None, found):
+    if needs in (None, found) or getattr(_BACKENDS[name], "is_interpreted", lambda: False)():
         return None
     is_unknown = platform is None and found == jax.default_backend() and isinstance(call.q, jax.core.Tracer)
     if is_unknown and names == (name,):  # of several, the first that surely can

@@ -97,7 +97,7 @@ class PrefixLM(Mask):
             object.__setattr__(self, "length", checks.clipped_to_int32(self.length))
 
     def visible(self, tile):
-        return (tile.kv_position < _per_example(self.length)) | Causal().visible(tile)
+        return (tile.kv_position < _limit(self.length, tile)) | Causal().visible(tile)
 
     def bounds(self, tiling):
         length = _per_example(self.length)
@@ -130,7 +130,7 @@ class Padding(Mask):
             object.__setattr__(self, "lengths", checks.clipped_to_int32(self.lengths))
 
     def visible(self, tile):
-        return tile.kv_index < _per_example(self.lengths)
+        return tile.kv_index < _limit(self.lengths, tile)
 
     def bounds(self, tiling):
         lengths = _per_example(self.lengths)
@@ -211,9 +211,7 @@ class BlockSparse(Mask):
             raise ValueError(f"BlockSparse size = {self.size!r}: expected an integer, 1 or more")
 
     def visible(self, tile):
-        blocks = jnp.asarray(self.blocks)
-        rows, columns = tile.q_index[0] // self.size, tile.kv_index[0] // self.size  # without their head axis
-        return blocks[..., rows, columns]
+        return tile.of_blocks(self.blocks, self.size)
 
     def bounds(self, tiling):
         # set_before counts the set blocks above and left of each corner; four corners give the count within a tile.
@@ -260,7 +258,7 @@ class MaskFn(elementwise.Function, Mask):
 
     def visible(self, tile):
         coordinates = (tile.example, tile.head, tile.q_position, tile.kv_position)
-        return elementwise.apply(self.fn, coordinates, self.arrays, jnp.bool_)
+        return tile.apply(self.fn, coordinates, self.arrays, jnp.bool_)
 
     def for_tiles(self, q_length, kv_length):
         fn, arrays = elementwise.without_closure(self.fn, (jnp.int32,) * 4, self.arrays)
@@ -355,6 +353,11 @@ def as_band(mask: Mask | None) -> Band | None:
 def _at_most(x: Span, y: Span):
     """(any_visible, all_visible) of the mask x ≤ y."""
     return x.low <= y.high, x.high <= y.low
+
+
+def _limit(length, tile):
+    """A number, or int32 numbers of a tile's examples."""
+    return min(length, checks.POSITION_LIMIT) if isinstance(length, numbers.Number) else tile.of_examples(length)
 
 
 def _per_example(lengths):

@@ -105,10 +105,21 @@ def runs(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
     return found
 
 
-def visit_order(block_mask: Int[Array, "n m"]) -> tuple[Int[Array, "n m"], Int[Array, " n"], Int[Array, " n"]]:
+def visit_order(block_mask: Int[Array, "*b n m"]) -> tuple[Int[Array, "*b n m"], Int[Array, "*b n"], Int[Array, "*b n"]]:
     """For each row: columns, FULL tiles first, then PARTIAL, then EMPTY; how many are FULL; how many are not EMPTY."""
-    columns = jnp.argsort(-block_mask, axis=1, stable=True)
-    return columns, (block_mask == FULL).sum(axis=1), (block_mask > EMPTY).sum(axis=1)
+    xp = np if isinstance(block_mask, np.ndarray) else jnp
+    columns = xp.argsort(-block_mask, axis=-1, stable=True)
+    return columns, (block_mask == FULL).sum(axis=-1), (block_mask > EMPTY).sum(axis=-1)
+
+
+def block_masks(
+    mask: Mask | None, lengths: tuple[int, int], block_sizes: tuple[int, int], **where
+) -> Int[Array, "*b H nQ nK"]:
+    """The block mask of each example and head, `[*batch or 1s, H or 1, nQ, nK]`; NumPy where known while tracing."""
+    any_visible, all_visible = _tiles(mask, lengths, block_sizes, where)
+    xp = np if isinstance(any_visible, np.ndarray) else jnp
+    kinds = xp.where(any_visible, xp.where(all_visible, FULL, PARTIAL), EMPTY).astype(np.int32)
+    return _within(kinds, block_sizes, lengths)
 
 
 def _clipped(block_sizes, lengths):

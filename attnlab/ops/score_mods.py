@@ -90,8 +90,7 @@ class ALiBi(ScoreMod):
 
     def apply(self, scores, tile):
         distance = abs(tile.q_position - tile.kv_position)
-        slopes = jnp.asarray(self.slopes, scores.dtype)[tile.head]
-        return scores - slopes * distance.astype(scores.dtype)
+        return scores - tile.of_heads(self.slopes).astype(scores.dtype) * distance.astype(scores.dtype)
 
     def check(self, batch, num_heads, q_length, kv_length):
         expected = f"({num_heads},): one slope per head, e.g. score_mods.alibi_slopes(num_heads)"
@@ -145,7 +144,8 @@ class SoftCap(ScoreMod):
             raise ValueError(f"SoftCap cap = {self.cap}: expected a number above 0")
 
     def apply(self, scores, tile):
-        return self.cap * jnp.tanh(scores / self.cap)
+        cap = self.cap if isinstance(self.cap, numbers.Number) else tile.of_examples(self.cap)
+        return cap * jnp.tanh(scores / cap)
 
     def check(self, batch, num_heads, q_length, kv_length):
         _check_shape("SoftCap cap", self.cap, np.shape(self.cap) == (), "(): one number for all heads")
@@ -179,9 +179,8 @@ class Forget(ScoreMod):
         return self.queries, self.queries if self.keys is None else self.keys
 
     def apply(self, scores, tile):
-        at_queries, at_keys = (jnp.swapaxes(jnp.asarray(x), -1, -2) for x in self._sums())  # [..., H, length]
-        # A side lays out arrays without heads, and puts an axis of size 1 where the scores have heads.
-        difference = tile.of_queries(at_queries)[..., 0, :, :] - tile.of_keys(at_keys)[..., 0, :, :]
+        at_queries, at_keys = self._sums()
+        difference = tile.of_queries(at_queries, per_head=True) - tile.of_keys(at_keys, per_head=True)
         return scores + difference.astype(scores.dtype)
 
     def of_shard(self, shard):
@@ -218,7 +217,7 @@ class ScoreFn(elementwise.Function, ScoreMod):
 
     def apply(self, scores, tile):
         coordinates = (scores, tile.example, tile.head, tile.q_position, tile.kv_position)
-        changed = elementwise.apply(self.fn, coordinates, self.arrays, jnp.floating)
+        changed = tile.apply(self.fn, coordinates, self.arrays, jnp.floating)
         return jnp.broadcast_to(changed, scores.shape).astype(scores.dtype)
 
     def for_tiles(self, score_type):

@@ -6,6 +6,7 @@ interval arithmetic can find the fully masked tiles.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Bool, Int
 
+from attnlab.ops import checks, elementwise
 from attnlab.types import Array
 
 
@@ -66,6 +68,13 @@ class Side(NamedTuple):
             return jnp.take(x, self.index, axis=axis, mode="clip")
         return lax.dynamic_slice_in_dim(x, self.start, size, axis=axis)
 
+    def of(self, x: Array, per_head: bool) -> Array:
+        """The entries of `[..., n]`, or `[..., n, H]`, for these rows, to broadcast against scores."""
+        if not per_head:
+            return self.lay(self.take(x))
+        x = self.take(jnp.swapaxes(jnp.asarray(x), -1, -2))  # [..., H, n]
+        return x[..., :, None] if self.axis == -2 else x[..., None, :]
+
     def lay(self, x: Array) -> Array:
         """`[..., n]` as `[..., 1, n, 1]` or `[..., 1, 1, n]`, to broadcast against scores."""
         return x[..., None, :, None] if self.axis == -2 else x[..., None, None, :]
@@ -91,13 +100,31 @@ class Tile(NamedTuple):
     q_position = property(lambda self: self.queries.lay(self.queries.position))
     kv_position = property(lambda self: self.keys.lay(self.keys.position))
 
-    def of_queries(self, x: Array) -> Array:
-        """The part of an array `[..., Tq]` for this tile's queries, laid out like the scores."""
-        return self.queries.lay(self.queries.take(x))
+    def of_queries(self, x: Array, per_head: bool = False) -> Array:
+        """The part of an array `[..., Tq]`, or `[..., Tq, H]`, for this tile's queries, laid out like the scores."""
+        return self.queries.of(x, per_head)
 
-    def of_keys(self, x: Array) -> Array:
-        """The part of an array `[..., Tk]` for this tile's keys, laid out like the scores."""
-        return self.keys.lay(self.keys.take(x))
+    def of_keys(self, x: Array, per_head: bool = False) -> Array:
+        """The part of an array `[..., Tk]`, or `[..., Tk, H]`, for this tile's keys, laid out like the scores."""
+        return self.keys.of(x, per_head)
+
+    def of_examples(self, x: Array) -> Array:
+        """An array of q's batch axes, or of shape (), laid out like the scores; integers as int32."""
+        x = known(x)
+        return checks.clipped_to_int32(x)[..., None, None, None] if jnp.issubdtype(x.dtype, jnp.integer) else x
+
+    def of_heads(self, x: Array) -> Array:
+        """An array `[H]` of the whole call, laid out like the scores."""
+        return jnp.asarray(x)[self.head]
+
+    def of_blocks(self, x: Array, size: int) -> Array:
+        """The entries `[..., i // size, j // size]` at indices i and j, laid out like the scores."""
+        rows, columns = self.q_index[0] // size, self.kv_index[0] // size  # without their head axis
+        return jnp.asarray(x)[..., rows, columns]
+
+    def apply(self, fn: Callable, coordinates: tuple[Array, ...], arrays: tuple[Array, ...], kind: type) -> Array:
+        """A function of scalars, `fn(*coordinates, *arrays)`, at all points."""
+        return elementwise.apply(fn, coordinates, arrays, kind)
 
     def of_pairs(self, x: Array) -> Array:
         """The part of an array `[..., Tq or 1, Tk or 1]` for this tile, laid out like the scores."""

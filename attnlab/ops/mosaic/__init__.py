@@ -1,0 +1,183 @@
+"""Attention with any mask and score mod on NVIDIA's Hopper, by Pallas' Mosaic GPU.
+
+The formulas are those of `attnlab.ops.blockwise`: a running max and sum in the forward pass, and a backward pass that
+computes the scores of each tile again, once for dq and once for dk and dv. `schedule` lists the tiles of 128 × 128 that
+hold a visible pair; `programs` turns masks and score mods into functions of a tile; `kernels` are the three loops over
+tiles, in which a line is a term of the formulas; `passes` are their derivative and `vmap`.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnlab.ops.call import AttentionCall, Result
+from attnlab.ops.mask_algebra import And, Mask, Or
+from attnlab.ops.masks import Causal, PrefixLM, Segments, SlidingWindow
+from attnlab.ops.meshes import is_checked_manual, over_shards
+from attnlab.ops.mosaic import programs
+from attnlab.ops.mosaic.programs import TILE
+from attnlab.ops.schedule import EMPTY, FULL, PARTIAL, block_masks, visit_order
+from attnlab.ops.tiles import WHOLE, padded
+from attnlab.types import Array
+
+PLATFORM = "gpu"
+_interpreter = []  # parameters, innermost last
+
+
+@contextlib.contextmanager
+def interpreted(detect_races: bool = False) -> Iterator[None]:
+    """Within it, `impl="mosaic"` runs on CPUs, in JAX's interpreter of GPU kernels: slow, for tests of numbers.
+
+    Barriers are threads: with fewer than 16 processors set NPROC=16 in the environment.
+    """
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    _interpreter.append(InterpretGPUParams(detect_races=detect_races))
+    try:
+        yield
+    finally:
+        _interpreter.pop()
+
+
+def is_interpreted() -> bool:
+    return bool(_interpreter)
+
+
+def untried(call: AttentionCall) -> str | None:
+    """The reason why "auto" leaves all calls to other backends."""
+    return "no run on a GPU has passed its checks yet: it runs when it is named"
+
+
+def reason_against(call: AttentionCall) -> str | None:
+    """The reason why this backend cannot run a call, or None."""
+    q, k, v = call.q, call.k, call.v
+    reasons = {
+        f"it needs JAX 0.11 or newer, and this is {jax.__version__}": jax.__version_info__ < (0, 11),
+        "it needs a Hopper GPU, of compute capability 9.0": not _is_hopper(),
+        f"it has no {q.dtype}, only bfloat16": q.dtype != jnp.bfloat16,
+        "q, k and v must have one type": not q.dtype == k.dtype == v.dtype,
+        f"heads of {q.shape[-1]} and {v.shape[-1]} features: it supports 64 and 128": (q.shape[-1], v.shape[-1])
+        not in ((64, 64), (128, 128)),
+        "it has no bias": call.bias is not None,
+        "it has no dropout": bool(call.dropout_rate),
+        "it needs a static scale": isinstance(call.scale, jax.Array),
+        "it chooses its own tile sizes": call.block_sizes is not None,
+        "it computes no part of a call": call.shard != WHOLE,
+        "within shard_map it needs check_vma=False": is_checked_manual(q, k, v),
+        "an axis has length 0": 0 in (*q.shape, *k.shape),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None) or _reason_against_programs(call)
+
+
+def _is_hopper() -> bool:
+    """Whether the GPU is of Hopper, whose matrix products the kernels use; without a GPU nothing tells."""
+    if is_interpreted() or jax.default_backend() != "gpu":
+        return True
+    return str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
+
+
+def _reason_against_programs(call: AttentionCall) -> str | None:
+    for make, what in ((programs.mask_program, "mask"), (programs.mod_program, "score mods")):
+        try:
+            make(call)
+        except programs.RefusedError as reason:
+            return f"its {what} cannot run in a kernel: {reason}"
+    return None
+
+
+def attend(call: AttentionCall) -> Result:
+    """(out, (max, log_sum))."""
+    return _attend(call, _interpreter[-1] if _interpreter else None)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _attend(call: AttentionCall, interpret) -> Result:
+    from attnlab.ops.mosaic import passes  # Pallas is a large package, useless except on GPUs
+    from attnlab.ops.mosaic.kernels import Plan
+
+    (mask, of_mask), (mod, of_mod) = programs.mask_program(call), programs.mod_program(call)
+    lists = _lists(call)
+    k, v = _inert(call)
+    group = call.num_heads // k.shape[-2]
+    if mod is not None and group > 1 and any(x.is_learned and x.along == "keys" for x in mod.operands):
+        k, v, group = (*(jnp.repeat(x, group, axis=-2) for x in (k, v)), 1)  # a gradient for each query head
+        lists = _lists(call.replace(k=k, v=v))
+    q, k, v = (padded(x, -(-x.shape[-3] // TILE) * TILE, axis=-3) for x in (call.q, k, v))
+    scale = q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
+    plan = Plan(mask, mod, scale, group, call.sinks is not None, interpret)
+    sinks = jnp.zeros(call.num_heads) if call.sinks is None else call.sinks
+    sinks = sinks.astype(jnp.float32).reshape(*(1,) * len(call.batch), -1)
+    fixed, learned = [*of_mask, *of_mod], [of_mod[n] for n in plan.learned]
+
+    def run(q, k, v, others):
+        batch = q.shape[:-3]
+
+        def flat(x):
+            lead = x.shape[: len(batch)]
+            return jnp.reshape(x, (math.prod(lead), *x.shape[len(batch) :]))
+
+        results = passes.attention(plan, *jax.tree.map(flat, (q, k, v, *others)))
+        return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), results)
+
+    out, log_sums = over_shards(run, q, k, v, (sinks, learned, fixed, lists))
+    length = call.lengths[0]
+    return out[..., :length, :, :], tuple(x[..., :length, :] for x in log_sums)
+
+
+def _lists(call: AttentionCall) -> tuple:
+    """For blocks of queries and for blocks of keys: tiles to visit `[*batch or 1s, heads or 1, n, m]`, and how many are
+    FULL and how many are not EMPTY `[..., n, 2]`."""
+    kinds = block_masks(call.mask, call.lengths, (TILE, TILE), **_where(call))
+    kinds = kinds.reshape(*(1,) * (len(call.batch) + 3 - kinds.ndim), *kinds.shape) if call.batch else kinds[0]
+    of_keys = kinds.swapaxes(-1, -2)
+    kv_heads = call.k.shape[-2]
+    if of_keys.shape[-3] > kv_heads:  # what any query head of a key head visits
+        of_keys = of_keys.reshape(*of_keys.shape[:-3], kv_heads, -1, *of_keys.shape[-2:])
+        is_empty, is_full = (of_keys == EMPTY).all(-3), (of_keys == FULL).all(-3)
+        of_keys = jnp.where(is_empty, EMPTY, jnp.where(is_full, FULL, PARTIAL))
+    return tuple(
+        (jnp.asarray(columns, jnp.int32), jnp.stack([full, visited], -1).astype(jnp.int32))
+        for columns, full, visited in map(visit_order, (kinds, of_keys))
+    )
+
+
+def _where(call: AttentionCall) -> dict:
+    positions = {"q_positions": call.q_positions, "kv_positions": call.kv_positions}
+    return positions | {"num_heads": call.num_heads, "batch": call.batch}
+
+
+def _inert(call: AttentionCall) -> tuple[Array, Array]:
+    """k and v with zeros for the keys that no query may attend to: a NaN times 0 is a NaN."""
+    if call.mask is None or (_attend_to_themselves(call.mask) and _is_aligned(call)):
+        return call.k, call.v
+    q_length, kv_length = call.lengths
+    rows = max(TILE, -(-q_length // 64))
+    visible = call.mask.tiles(q_length, kv_length, (rows, 1), **_where(call))[0].any(-2)  # [..., H or 1, Tk]
+    if isinstance(visible, np.ndarray) and visible.all():
+        return call.k, call.v
+    if visible.shape[-2] > 1:
+        visible = visible.reshape(*visible.shape[:-2], call.k.shape[-2], -1, kv_length).any(-2)
+    visible = jnp.asarray(visible).swapaxes(-1, -2)[..., None]
+    visible = visible if call.batch else visible[0]
+    return jnp.where(visible, call.k, 0), jnp.where(visible, call.v, 0)
+
+
+def _is_aligned(call: AttentionCall) -> bool:
+    return call.lengths[0] == call.lengths[1] and call.q_positions is None and call.kv_positions is None
+
+
+def _attend_to_themselves(mask: Mask) -> bool:
+    """Whether each token surely attends to itself."""
+    match mask:
+        case Causal() | SlidingWindow() | PrefixLM() | Segments(kv_ids=None):
+            return True
+        case And(a, b):
+            return _attend_to_themselves(a) and _attend_to_themselves(b)
+        case Or(a, b):
+            return _attend_to_themselves(a) or _attend_to_themselves(b)
+    return False

@@ -1,0 +1,127 @@
+"""The passes over arrays whose batch axes are one, `[B, T, H, D]`: their derivative, and `vmap`."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+
+from attnlab.ops.mosaic import kernels
+from attnlab.ops.mosaic.kernels import Plan
+from attnlab.ops.mosaic.programs import LOG2E
+from attnlab.types import Array
+
+
+def _mapped(plan: Plan, run: Callable, of_batch: tuple, others: tuple):
+    """run(plan, *of_batch, *others) with a rule for `vmap`: the mapped axis joins the batch.
+
+    Args:
+      of_batch: arrays with an entry for each example; the first axis of `others` may be 1.
+    """
+
+    @custom_vmap
+    def unmapped(of_batch, others):
+        return run(plan, *of_batch, *others)
+
+    @unmapped.def_vmap
+    def mapped(size, is_batched, of_batch, others):
+        batch = of_batch[0].shape[int(is_batched[0][0])]
+
+        def joined(x, is_mapped, is_whole):
+            if not is_mapped and x.shape[0] == 1 and not is_whole:
+                return x
+            x = x if is_mapped else x[None]
+            return jnp.broadcast_to(x, (size, batch, *x.shape[2:])).reshape(size * batch, *x.shape[2:])
+
+        whole = functools.partial(jax.tree.map, functools.partial(joined, is_whole=True))
+        shared = functools.partial(jax.tree.map, functools.partial(joined, is_whole=False))
+        results = _mapped(plan, run, whole(of_batch, is_batched[0]), shared(others, is_batched[1]))
+        results = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return unmapped(of_batch, others)
+
+
+def _refuse(*_):
+    raise ValueError("impl = 'mosaic' has no derivatives of second order: use impl='dense'")
+
+
+# A derivative rule of the passes themselves: JAX would not say this in words of its own.
+_once = jax.custom_jvp(_mapped, nondiff_argnums=(0, 1))
+_once.defjvp(_refuse)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attention(plan: Plan, q, k, v, sinks, learned: list[Array], fixed: list[Array], lists: tuple):
+    """(out `[B, T, H, D]`, (max, log_sum) `[B, T, H]`).
+
+    Args:
+      sinks: `[B or 1, H]`; zeros if the plan has none.
+      learned, fixed: the operands of the programs that have gradients, and all of them.
+      lists: of the tiles that a block of queries visits, and a block of keys; see `kernels`.
+    """
+    out, log_sums, _ = _run(plan, q, k, v, sinks, learned, fixed, lists)
+    return out, log_sums
+
+
+def _run(plan, q, k, v, sinks, learned, fixed, lists):
+    others = (sinks, lists[0], _operands(plan, learned, fixed))
+    out, m, total = _once(plan, kernels.forward, (q, k, v), others)
+    is_visible = total > 0
+    log_sum = jnp.where(is_visible, jnp.log(jnp.where(is_visible, total, 1)), -jnp.inf)
+    maximum = jnp.where(is_visible, m / LOG2E, 0)
+    return out, (maximum.swapaxes(1, 2), log_sum.swapaxes(1, 2)), (m, total)
+
+
+def _operands(plan: Plan, learned, fixed) -> list[Array]:
+    operands, first = list(fixed), len(plan.mask.operands) if plan.mask else 0
+    for n, x in zip(plan.learned, learned):
+        operands[first + n] = x
+    return operands
+
+
+def _attention_forward(plan, q, k, v, sinks, learned, fixed, lists):
+    out, log_sums, sums = _run(plan, q, k, v, sinks, learned, fixed, lists)
+    out, log_sums, sums = checkpoint_name((out, log_sums, sums), "attention")  # see GPT's remat
+    return (out, log_sums), (q, k, v, sinks, learned, fixed, lists, out, sums)
+
+
+def _attention_backward(plan, residuals, cotangents):
+    q, k, v, sinks, learned, fixed, lists, out, (m, total) = residuals
+    d_out, (_, d_log_sum) = cotangents
+    m, inverse = _normalized(m, total)
+    d_out, d_log_sum = d_out.astype(jnp.float32), d_log_sum.swapaxes(1, 2)
+    delta = (d_out * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    delta = (delta - jnp.where(total > 0, d_log_sum, 0)) * inverse
+    d_out = (d_out * inverse.swapaxes(1, 2)[..., None]).astype(q.dtype)
+    operands, of_batch = _operands(plan, learned, fixed), (q, k, v, d_out, m, delta)
+    dq, sums_q = _once(plan, kernels.backward_queries, of_batch, (lists[0], operands))
+    dk, dv, sums_k = _once(plan, kernels.backward_keys, of_batch, (lists[1], operands))
+    sums = dict(zip(plan.learned_of(keys=False), sums_q)) | dict(zip(plan.learned_of(keys=True), sums_k))
+    d_learned = [_like(sums[n], x) for n, x in zip(plan.learned, learned)]
+    d_sinks = jnp.zeros_like(sinks)
+    if plan.has_sinks:
+        d_sinks = _like(-jnp.exp2(sinks[..., None] * LOG2E - m) * delta, sinks)
+    return dq, dk, dv, d_sinks, d_learned, None, None
+
+
+def _normalized(m: Array, total: Array) -> tuple[Array, Array]:
+    """(m', c) of max and sum such that p is c·2^(s − m'), where the rows of d_out and δ take the c, and not each p.
+
+    c is 1 but for rows whose max is so large that float32 would lose log Σ beside it; and 0 for empty rows, of m' +∞.
+    """
+    is_visible, is_moderate = total > 0, abs(m) < 2**13  # which leaves 2⁻¹¹ of an exponent
+    total = jnp.where(is_visible, total, 1)
+    c = jnp.where(is_visible, jnp.where(is_moderate, 1, 1 / total), 0)
+    return jnp.where(is_visible, jnp.where(is_moderate, m + jnp.log2(total), m), jnp.inf), c
+
+
+def _like(x: Array, operand: Array) -> Array:
+    """The sums `[B, H, T]` over the axes that an operand lacks, or where it has one entry."""
+    x = x if operand.ndim == 3 else x.sum(-1)
+    return x.sum([n for n in (0, 1) if operand.shape[n] == 1], keepdims=True)
+
+
+attention.defvjp(_attention_forward, _attention_backward)

@@ -1,0 +1,353 @@
+"""Masks and score mods as programs inside a kernel: functions of a tile, elementwise, and of operands that it loads.
+
+A mask or score mod is traced once for each shape of tiles, by its own `visible` or `apply`, on a tile that notes which
+arrays are taken, along which axes. So the same program serves tiles `[queries, keys]` and `[keys, queries]`.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from attnlab.ops import jaxprs
+from attnlab.ops.call import AttentionCall
+from attnlab.ops.tiles import padded
+from attnlab.types import Array
+
+LOG2E = math.log2(math.e)
+TILE = 128  # queries and keys of a tile of the schedule
+ROWS = 64  # rows of a warpgroup
+
+# What Mosaic lowers elementwise, or `_lowered` writes in such terms; all else mixes the scores of a tile.
+_ELEMENTWISE = {
+    *("add", "sub", "mul", "div", "rem", "max", "min", "neg", "abs", "sign", "square", "integer_pow", "sqrt", "rsqrt"),
+    *("exp", "exp2", "log", "log2", "tanh", "and", "or", "not", "xor", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("select_n", "clamp", "convert_element_type", "broadcast_in_dim"),
+}
+_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
+
+
+class RefusedError(Exception):
+    """Why a mask or score mod cannot run inside a kernel."""
+
+
+class Operand(NamedTuple):
+    """How a kernel loads an array for a tile.
+
+    Attributes:
+      along: "queries" or "keys", `[*batch or 1s, H or 1, length]`; "", a number for each head, `[*batch or 1s, H or
+        1]`; or "blocks", `[*batch or 1s, H or 1, blocks of queries, Tk]`.
+      rows: the queries of a block.
+      is_learned: whether it is floating, of a score mod.
+    """
+
+    along: str
+    rows: int
+    is_learned: bool
+
+
+class Program(NamedTuple):
+    """`trace(shape)` is the program of tiles of a shape, `(queries' index, keys' index, [scores,] *operands)`."""
+
+    trace: Callable
+    operands: tuple[Operand, ...]
+
+
+def mask_program(call: AttentionCall) -> tuple[Program | None, list[Array]]:
+    """The program of which pairs are visible, and its operands; None where all are. Keys past the end are not.
+
+    Raises:
+      RefusedError: the mask cannot be a program.
+    """
+    is_ragged = bool(call.lengths[1] % TILE)
+    if call.mask is None and not is_ragged:
+        return None, []
+    mask = _with_handles(call.mask)
+
+    def visible(tile):
+        inside = tile.kv_index < call.lengths[1]
+        seen = inside if mask is None else mask.visible(tile)
+        return _filled(seen & inside if is_ragged else seen, tile)
+
+    return _recorded(visible, call)
+
+
+def mod_program(call: AttentionCall) -> tuple[Program | None, list[Array]]:
+    """The program of the score mods, of float32 scores, and its operands; None without mods. Raises RefusedError."""
+    if not call.score_mods:
+        return None, []
+    mods = [_with_handles(mod) for mod in call.score_mods]
+
+    def apply(tile):
+        scores = tile.scores
+        for mod in mods:
+            scores = _filled(mod.apply(scores, tile), tile).astype(jnp.float32)
+        return scores
+
+    return _recorded(apply, call, scores=True)
+
+
+def evaluate(program: ClosedJaxpr, *values):
+    """The results of a traced program, inside a kernel."""
+    return jaxprs.evaluate(program, values, _lowered)
+
+
+def with_pullback(trace: Callable, shape: tuple[int, int], learned: tuple[int, ...]) -> tuple[Callable, Callable]:
+    """(forward, backward) of a mod: forward(q, k, scores, *operands) → (scores, residuals); backward(residuals, d) →
+    (d scores, and of the operands `learned`), each of the shape of the tile."""
+    program, structure = trace(shape), None
+
+    def forward(q, k, scores, *operands):
+        nonlocal structure
+
+        def of(scores, chosen):
+            values = list(operands)
+            for at, x in zip(learned, chosen):
+                values[at] = x
+            return jaxprs.evaluate(program, (q, k, scores, *values))[0]
+
+        out, pull = jax.vjp(of, scores, [operands[at] for at in learned])
+        residuals, structure = jax.tree.flatten(pull)
+        return out, residuals
+
+    places = [jax.ShapeDtypeStruct(shape, aval.dtype) for aval in program.in_avals]
+    traced, (_, residuals) = jax.make_jaxpr(forward, return_shape=True)(*places)
+
+    def backward(residuals, d):
+        d_scores, d_learned = structure.unflatten(residuals)(d)
+        return d_scores, d_learned
+
+    pulled = jax.make_jaxpr(backward)(residuals, places[2])
+
+    def run_forward(*values):
+        out, *residuals = evaluate(traced, *values)
+        return out, residuals
+
+    return run_forward, lambda residuals, d: evaluate(pulled, *residuals, d)
+
+
+class _Handle:
+    """An array of a mask or mod while it is traced: taken along axes of the scores, it is an operand."""
+
+    def __init__(self, array, index=()):
+        self.array, self.index, self.tile = array, index, None
+        self.dtype, self.shape, self.ndim = array.dtype, array.shape, array.ndim
+
+    def on(self, tile):
+        """The handle, or the value of an array of shape ()."""
+        if self.ndim == 0:
+            return tile.of_examples(self)
+        self.tile = tile
+        return self
+
+    def __jax_array__(self):
+        raise RefusedError("an array is taken as a whole, or by pairs")
+
+    def __getitem__(self, index):
+        handle = _Handle(self.array, (*self.index, *(index if isinstance(index, tuple) else (index,))))
+        handle.tile = self.tile
+        return self.tile.indexed(handle) if len(handle.index) == self.ndim else handle
+
+
+def _with_handles(node):
+    return jax.tree.map(lambda x: _Handle(x if isinstance(x, jax.Array) else np.asarray(x)), node)
+
+
+class _Tile:
+    """A tile that notes what is taken from it; the places of `attnlab.ops.tiles.Tile`."""
+
+    def __init__(self, call: AttentionCall, shape, q, k, scores=None, given=None):
+        self.call, self.shape, self.scores, self.given = call, shape, scores, given
+        self.q_index, self.kv_index, self.operands, self._known = q, k, [], {}
+
+    @property
+    def q_position(self):
+        return self.q_index if self.call.q_positions is None else self._of_length(self.call.q_positions, "queries")
+
+    @property
+    def kv_position(self):
+        return self.kv_index if self.call.kv_positions is None else self._of_length(self.call.kv_positions, "keys")
+
+    @property
+    def example(self):
+        batch = self.call.batch
+        return self._operand("example", lambda: np.arange(math.prod(batch), dtype=np.int32).reshape(*batch, 1))
+
+    @property
+    def head(self):
+        count = self.call.num_heads
+        return self._operand("head", lambda: np.arange(count, dtype=np.int32).reshape(*self._ones, count))
+
+    def of_queries(self, x, per_head=False):
+        return self._of_length(x.array, "queries", per_head)
+
+    def of_keys(self, x, per_head=False):
+        return self._of_length(x.array, "keys", per_head)
+
+    def of_examples(self, x):
+        return self._operand(id(x.array), lambda: jnp.reshape(x.array, (*(x.shape or self._ones), 1)))
+
+    def of_heads(self, x):
+        return self._operand(id(x.array), lambda: jnp.reshape(x.array, (*self._ones, -1)))
+
+    def of_pairs(self, x):
+        raise RefusedError("an array of all pairs is not loaded by tiles")
+
+    def of_blocks(self, x, size):
+        if size % ROWS:
+            raise RefusedError(f"blocks of {size}: their size must be a multiple of {ROWS}")
+
+        def of_keys():
+            length = self.call.lengths[1]
+            blocks = jnp.repeat(jnp.asarray(x.array), size, axis=-1)[..., :length].astype(jnp.int32)
+            return self._with_lead(padded(blocks, _whole(length)), rank=3)
+
+        return self._operand((id(x.array), size), of_keys, "blocks", size) != 0
+
+    def apply(self, fn, coordinates, arrays, kind):
+        """`fn` at all points at once; its arrays are indexed by coordinates alone."""
+        self.coordinates = coordinates[-4:]
+        return fn(*coordinates, *(x.on(self) for x in arrays))
+
+    def indexed(self, handle: _Handle):
+        """An operand of an array at `[example or a number, head, query or key]`, in any order."""
+        names = {id(x): name for name, x in zip("bhqk", self.coordinates)}
+        index = [names.get(id(x), x) for x in handle.index]
+        if any(not isinstance(x, str | int | np.integer) for x in index):
+            raise RefusedError("an array is indexed by other than b, h, i, j and numbers")
+        axes = [x for x in index if isinstance(x, str)]
+        if {"q", "k"} <= {*axes} or len({*axes}) < len(axes):
+            raise RefusedError("an array is indexed by pairs")
+        for name, positions in (("q", self.call.q_positions), ("k", self.call.kv_positions)):
+            if name in axes and positions is not None:
+                raise RefusedError("an array is indexed by positions that the call gives")
+        along = {"q": "queries", "k": "keys"}.get(max(axes, default=""), "")
+
+        def in_order():
+            array = handle.array[tuple(slice(None) if isinstance(x, str) else int(x) for x in index)]
+            array = jnp.transpose(array, sorted(range(len(axes)), key=lambda n: "bhqk".index(axes[n])))
+            batch, rest = (self.call.batch, array.shape[1:]) if "b" in axes else (self._ones, array.shape)
+            array = array.reshape(*batch, *(() if "h" in axes else (1,)), *rest)
+            return padded(array, _whole(array.shape[-1])) if along else array
+
+        return self._operand((id(handle.array), *map(str, index)), in_order, along)
+
+    def _of_length(self, x, along, per_head=False):
+        def by_head():
+            by_head = jnp.swapaxes(jnp.asarray(x), -1, -2) if per_head else jnp.asarray(x)[..., None, :]
+            return self._with_lead(padded(by_head, _whole(by_head.shape[-1])), rank=2)
+
+        return self._operand((id(x), along), by_head, along)
+
+    @property
+    def _ones(self):
+        return (1,) * len(self.call.batch)
+
+    def _with_lead(self, x, rank):
+        """`[*batch or 1s, H or 1, …]` of an array that may lack the axes before its last `rank`, or the head's."""
+        if x.ndim == rank - 1:
+            x = x[None]
+        return x if x.ndim == rank + len(self.call.batch) else x.reshape(*self._ones, *x.shape)
+
+    def _operand(self, key, make: Callable, along="", rows=0):
+        if key not in self._known:
+            self._known[key] = len(self._known)
+            if self.given is None:
+                self.operands.append((_as_word(make()), along, rows))
+        at = self._known[key]
+        return jnp.zeros(self.shape, self.operands[at][0].dtype) if self.given is None else self.given[at]
+
+
+def _as_word(x):
+    """float32 for floating types, int32 for others."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.asarray(x, jnp.float32)
+    if x.dtype.itemsize > 4 or (x.dtype.itemsize == 4 and not jnp.issubdtype(x.dtype, jnp.signedinteger)):
+        raise RefusedError(f"an array of type {x.dtype}")
+    return jnp.asarray(x, jnp.int32)
+
+
+def _whole(length: int) -> int:
+    return -(-length // TILE) * TILE
+
+
+def _filled(x, tile):
+    return jnp.broadcast_to(x, tile.shape)
+
+
+def _recorded(function: Callable, call: AttentionCall, scores: bool = False) -> tuple[Program, list[Array]]:
+    def on_tile(shape, given, q, k, *rest):
+        tile = _Tile(call, shape, q, k, *rest, given=given)
+        return function(tile), tile.operands
+
+    places = [jnp.int32, jnp.int32, *[jnp.float32] * scores]
+    try:  # a user's function may fail in any way on a tile of all points at once
+        _, found = on_tile((ROWS, ROWS), None, *(jnp.zeros((ROWS, ROWS), dtype) for dtype in places))
+    except RefusedError:
+        raise
+    except Exception as error:
+        raise RefusedError(f"a function is not elementwise: {str(error).partition(chr(10))[0]}") from error
+    arrays = [array for array, *_ in found]
+
+    @functools.cache
+    def trace(shape):
+        def of(*values):
+            return on_tile(shape, values[len(places) :], *values[: len(places)])[0]
+
+        types = [*places, *(x.dtype for x in arrays)]
+        closed = jax.make_jaxpr(of)(*(jax.ShapeDtypeStruct(shape, dtype) for dtype in types))
+        _require_elementwise(closed)
+        return ClosedJaxpr(closed.jaxpr, [np.asarray(x)[()] for x in closed.consts])
+
+    trace((ROWS, ROWS))
+    is_learned = [scores and bool(jnp.issubdtype(x.dtype, jnp.floating)) for x in arrays]
+    operands = (Operand(along, rows, learned) for (_, along, rows), learned in zip(found, is_learned))
+    return Program(trace, tuple(operands)), arrays
+
+
+def _require_elementwise(closed) -> None:
+    if any(isinstance(x, jax.core.Tracer) or np.ndim(x) for x in closed.consts):
+        raise RefusedError("a function closes over an array: pass it as an argument")
+    for equation in closed.jaxpr.eqns:
+        name = equation.primitive.name
+        if name in _CALLS:
+            _require_elementwise(jaxprs.inner(equation))
+        elif name not in _ELEMENTWISE or (name == "broadcast_in_dim" and equation.invars[0].aval.shape):
+            raise RefusedError(f"a function is not elementwise: it has {name}")
+
+
+def _lowered(equation, values) -> list | None:
+    """The results of an equation in Mosaic's terms: booleans in 32 bits, tanh by one exponential."""
+    name, out = equation.primitive.name, equation.outvars[0].aval
+    if name in _CALLS:
+        return jaxprs.evaluate(jaxprs.inner(equation), values, _lowered)
+    if name == "tanh":
+        return [tanh(values[0])]
+    if name == "reshape" and out.shape == equation.invars[0].aval.shape:  # of a derivative on a mesh
+        return values
+    if name == "integer_pow" and equation.params["y"] < 0:
+        return [1 / lax.integer_pow(values[0], -equation.params["y"])]
+    if name == "convert_element_type" and equation.invars[0].aval.dtype == bool and out.dtype != bool:
+        return [_as_integer(values[0]).astype(out.dtype)]
+    if out.dtype == bool and name in ("and", "or", "xor", "not"):
+        x, *others = map(_as_integer, values)
+        return [(1 - x if name == "not" else equation.primitive.bind(x, *others)) != 0]
+    if out.dtype == bool and name == "select_n":
+        which, *cases = values
+        return [lax.select_n(which, *map(_as_integer, cases)) != 0]
+    return None
+
+
+def _as_integer(x):
+    return jnp.where(x, 1, 0) if jnp.ndim(x) else jnp.int32(x)
+
+
+def tanh(x):
+    """tanh to float32 rounding of 1, where the device's own costs several times as much."""
+    return 1 - 2 / (jnp.exp2(x * (2 * LOG2E)) + 1)
