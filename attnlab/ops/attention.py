@@ -232,6 +232,7 @@ def _choose(impl, call: AttentionCall, return_lse, platform=None, split=None, la
         or _context_against(name, split)
         or backend.reason_against(call)
         or ("its lse has no gradient" if return_lse and not has_lse(backend) else None)
+        or (None if name in names else _untried(backend, call))
         for name, backend in _BACKENDS.items()
     }
     rejected = {name: why for name, why in reasons.items() if why}
@@ -258,6 +259,11 @@ def _choose(impl, call: AttentionCall, return_lse, platform=None, split=None, la
 def has_lse(backend) -> bool:
     """Whether a backend returns the max and the log-sum of each row, with their gradients."""
     return getattr(backend, "HAS_LSE", True)
+
+
+def _untried(backend, call: AttentionCall) -> str | None:
+    """The reason why a backend runs a call only when `impl` names it."""
+    return backend.untried(call) if hasattr(backend, "untried") else None
 
 
 def _context_against(name, split) -> str | None:

@@ -5,7 +5,9 @@ reason why it cannot compute a call, or None. Max and log_sum are separate, beca
 the log_sum where a row is shifted by a large number. A module may also have
 
 - `PLATFORM`: the platform that it needs, "cpu", "gpu" or "tpu";
-- `HAS_LSE = False`: `attend` returns (out, None), because its lse has no gradient.
+- `HAS_LSE = False`: `attend` returns (out, None), because its lse has no gradient;
+- `untried(call)`: the reason why a backend runs a call only when `impl` names it, or None. Code that has not run on the
+  hardware that it is for is not chosen by "auto".
 """
 
 import dataclasses
