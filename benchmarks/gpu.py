@@ -1,6 +1,6 @@
 """Benchmark a GPU: is the operator correct, how fast is it, and how fast does GPT-2 (124M) train?
 
-    python -m attnlab.bench gpu [--peer_path=nanoGPT] [--peer_python=torch/bin/python] [--json=gpu.json]
+    python -m attnlab.bench gpu [--seconds=300] [--record=docs/benchmarks] [--peer_path=nanoGPT]
 
 1. Correctness: every backend against the specification in float64, outputs and gradients. A failure is WRONG in the
    table, and the exit code is 1.
@@ -22,6 +22,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import jax
@@ -30,10 +31,10 @@ from absl import flags
 
 from attnlab.support.errors import UserError
 
-from .harness import gpu_operator, options, tables, workers
+from .harness import gpu_operator, options, recording, tables, workers
 from .harness.gpu_operator import Report
 
-MASKS = ("causal", "window", "documents")
+MASKS = ("causal", "window", "documents", "soft cap", "alibi")
 CAPTION = (
     "checks: largest error over the allowed one; operator: ms a call (× attnlab's default backend), TFLOP/s; "
     "training: ms a step, tokens/s"
@@ -82,13 +83,16 @@ def define(values, argv) -> None:
     flags.DEFINE_bool("train", True, "benchmark training as well", flag_values=values)
     options.define_peer(values, python=None)
     flags.DEFINE_float("peak_tflops", None, "the device's peak in bfloat16, to print the MFU", flag_values=values)
+    flags.DEFINE_float("seconds", 300.0, "what is not timed by then is left out", flag_values=values)
     options.define_json(values)
+    recording.define(values)
 
 
 def main(values) -> int:
     """Check, benchmark, and print the table; 1 if a result is wrong."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes the memory that peers need
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # one GPU for all
+    deadline = time.monotonic() + values.seconds
     setup = _GPU if jax.default_backend() == "gpu" else _CPU
     lengths, head_dims = _checked(values, setup)
     device, date = jax.devices()[0].device_kind, datetime.date.today().isoformat()
@@ -101,15 +105,25 @@ def main(values) -> int:
             gpu_operator.check(report, values.masks, head_dims, setup["check_length"], setup["window"])
             if values.train:  # before the operator: JAX does not return memory, which the peers need
                 _train(report, values, setup)
-            for head_dim, length in itertools.product(head_dims, lengths):
-                sizes = gpu_operator.Sizes(head_dim, length, setup["tokens"], setup["width"], setup["window"])
-                gpu_operator.race(report, values.masks, sizes, values.rounds, setup["block"], torch, folder)
+            shape = [setup[name] for name in ("tokens", "width", "window")]
+            sizes = [gpu_operator.Sizes(*size, *shape) for size in itertools.product(head_dims, lengths)]
+            gpu_operator.race(report, values.masks, sizes, values.rounds, setup["block"], torch, folder, deadline)
         finally:
             options.keep(values.json, report.figures | {"wrong": report.wrong})
+            recording.add(values, "gpu", _cases(report.figures))
     tables.table(f"{device}, {date}, JAX {jax.__version__}", report.rows, CAPTION)
     for line in report.wrong:
         print(f"WRONG: {line}")
     return int(bool(report.wrong))
+
+
+def _cases(figures: dict) -> dict[str, dict]:
+    """The figures as recorded: of the checks, and of the rest."""
+    is_check = {name: name.startswith(("check_", "error_")) for name in figures}
+    return {
+        case: {name: x for name, x in figures.items() if is_check[name] == (case == "checks")}
+        for case in ("checks", "times")
+    }
 
 
 def _checked(values, setup) -> tuple[list[int], list[int]]:
@@ -118,29 +132,36 @@ def _checked(values, setup) -> tuple[list[int], list[int]]:
         if values[name].value is None:
             values[name].value = default
     lengths, head_dims = (options.whole_numbers(values, name) for name in ("lengths", "head_dims"))
-    options.check_positive(values, "rounds", "batch")
+    options.check_positive(values, "rounds", "batch", "seconds")
     options.check_known("masks", values.masks, MASKS)
     if values.peak_tflops is not None and not 0 < values.peak_tflops < float("inf"):
         raise UserError(f"--peak_tflops={values.peak_tflops}: expected more than 0, e.g. 989")
     options.check_peer(values)
     options.check_new(values, "json")
+    recording.check(values)
     return lengths, head_dims
 
 
 @contextlib.contextmanager
 def _torch(values, folder, report):
-    """torch in a process of its own, with CUDA libraries of its own; None if torch is not installed."""
+    """What starts torch in a process of its own, with CUDA libraries of its own; None if torch is not installed."""
     if not values.peer_python and not importlib.util.find_spec("torch"):
         print("torch is not installed, so torch and nanoGPT are left out: give a Python that has it by --peer_python")
         yield None
         return
     command = [values.peer_python or sys.executable, str(Path(__file__).parent / "harness" / "torchattention.py")]
-    with contextlib.closing(workers.Worker(command, Path(folder) / "torch.log")) as worker:
-        worker.ask("start", device="cuda" if jax.default_backend() == "gpu" else "cpu")
-        versions = worker.ask("versions")
+    with contextlib.ExitStack() as running:
+
+        def start(log: Path) -> workers.Worker:
+            worker = running.enter_context(contextlib.closing(workers.Worker(command, log)))
+            worker.ask("start", device="cuda" if jax.default_backend() == "gpu" else "cpu")
+            return worker
+
+        with contextlib.closing(start(Path(folder) / "torch.log")) as worker:
+            versions = worker.ask("versions")
         print(f"torch {versions['torch']} on {versions['device']}")
         report.figures["torch"] = versions["torch"]
-        yield worker
+        yield start
 
 
 def _train(report, values, setup) -> None:

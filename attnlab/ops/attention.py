@@ -19,7 +19,14 @@ from attnlab.ops.score_mods import ScoreMod
 from attnlab.types import Array
 
 # In the order of preference of "auto"; see `attnlab.ops.call` for what a backend is.
-_BACKENDS = {"cudnn": cudnn, "mosaic": mosaic, "splash": splash, "decode": decode, "blockwise": blockwise, "dense": dense}
+_BACKENDS = {
+    "cudnn": cudnn,
+    "mosaic": mosaic,
+    "splash": splash,
+    "decode": decode,
+    "blockwise": blockwise,
+    "dense": dense,
+}
 
 
 def implementations() -> tuple[str, ...]:

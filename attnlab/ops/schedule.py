@@ -105,7 +105,9 @@ def runs(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
     return found
 
 
-def visit_order(block_mask: Int[Array, "*b n m"]) -> tuple[Int[Array, "*b n m"], Int[Array, "*b n"], Int[Array, "*b n"]]:
+def visit_order(
+    block_mask: Int[Array, "*b n m"],
+) -> tuple[Int[Array, "*b n m"], Int[Array, "*b n"], Int[Array, "*b n"]]:
     """For each row: columns, FULL tiles first, then PARTIAL, then EMPTY; how many are FULL; how many are not EMPTY."""
     xp = np if isinstance(block_mask, np.ndarray) else jnp
     columns = xp.argsort(-block_mask, axis=-1, stable=True)

@@ -1,7 +1,10 @@
 """The operator on the device of `bench gpu`: correctness against the specification, speed against jax.nn and torch."""
 
+import concurrent.futures
+import contextlib
 import functools
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -16,10 +19,10 @@ import attnlab
 from attnlab import commands
 from attnlab.support.errors import UserError
 
-from . import peers, tables, workers
+from . import peers, tables
 from .peers import UNIT
 
-BACKENDS = ("dense", "blockwise", "cudnn")  # the specification first
+BACKENDS = ("dense", "blockwise", "cudnn", "mosaic")  # the specification first
 DOCUMENTS = 12  # in a sequence; their ends do not coincide with those of tiles
 PASSES = {"forward": "forward", "backward": "forward + backward"}
 _TORCH = {"torch SDPA": "sdpa", "torch FlexAttention": "flex"}
@@ -77,6 +80,17 @@ def alternate(timers: dict[str, Callable], rounds: int, block: float) -> dict[st
 # --- Correctness -----------------------------------------------------------------------------------------------------
 
 
+def in_parallel(compilers: list[Callable]) -> None:
+    """Run functions that compile, as many at a time as there are cores; what fails, fails again where it is called."""
+
+    def run(compiler):
+        with contextlib.suppress(Exception):
+            compiler()
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(run, compilers))
+
+
 def check(report: Report, masks, head_dims, length: int, window: int) -> None:
     """Compare every backend with the specification in float64 on the same inputs: outputs and gradients.
 
@@ -87,17 +101,27 @@ def check(report: Report, masks, head_dims, length: int, window: int) -> None:
     rounds no more often, but in another order and at other places: its error may be three times the dense backend's.
     Products of float32 are computed in float32: TF32, the default on GPUs, would hide what is to be checked.
     """
+    checked, compilers = {}, []
     for mask, head_dim, dtype in itertools.product(masks, head_dims, ("bfloat16", "float32")):
-        label = f"check {mask}, D = {head_dim}, {dtype}"
         task = make_task(mask, 2, length, 4, head_dim, dtype, window)
+        names = {name: _reason_against(name, task) for name in BACKENDS}
+        contenders = {name: why or peers.ours(name, task) for name, why in names.items()}
         with jax.enable_x64(True):
             wide = {name: np.asarray(getattr(task, name), np.float64) for name in ("q", "k", "v", "d_out")}
-            expected = [np.asarray(x) for x in _answers(peers.ours("dense", task._replace(**wide)))]
+            exact = peers.ours("dense", task._replace(**wide))
+        checked[mask, head_dim, dtype] = exact, contenders
+        compilers.append(functools.partial(_compiled, exact, "float64"))
+        compilers += [functools.partial(_compiled, x, dtype) for x in contenders.values() if not isinstance(x, str)]
+    in_parallel(compilers)
+    for (mask, head_dim, dtype), (exact, contenders) in checked.items():
+        label = f"check {mask}, D = {head_dim}, {dtype}"
+        with jax.enable_x64(True):
+            expected = [np.asarray(x) for x in _answers(exact)]
         allowed = np.full(4, 8 * UNIT[dtype] + length**0.5 * UNIT["float32"])
         row = report.rows.setdefault(label, {})
-        for name in BACKENDS:
-            key = f"{name}_{mask}_d{head_dim}_{dtype}"
-            verdict, errors = _check_backend(report, label, name, task, expected, allowed)
+        for name, contender in contenders.items():
+            key = f"{name}_{mask}_d{head_dim}_{dtype}".replace(" ", "_")
+            verdict, errors = _check_backend(report, label, name, contender, dtype, expected, allowed)
             report.figures[f"check_{key}"] = verdict
             row[f"attnlab {name}"] = verdict.partition(":")[0]
             if errors is not None:
@@ -107,14 +131,23 @@ def check(report: Report, masks, head_dims, length: int, window: int) -> None:
                 allowed = 3 * errors
 
 
-def _check_backend(report, label, name, task, expected, allowed) -> tuple[str, np.ndarray | None]:
+def _compiled(contender, dtype: str) -> None:
+    with jax.enable_x64(dtype == "float64"), _precision(dtype):
+        contender.compile()
+
+
+def _precision(dtype: str):
+    return jax.default_matmul_precision("default" if dtype == "bfloat16" else "highest")
+
+
+def _check_backend(report, label, name, contender, dtype, expected, allowed) -> tuple[str, np.ndarray | None]:
     """("ok", "WRONG" or "not available: REASON"), and the errors of out, dq, dk and dv, if it has answers."""
-    if reason := _reason_against(name, task):
-        print(f"{label}: attnlab {name} is not available: {reason}")
-        return f"not available: {reason}", None
+    if isinstance(contender, str):
+        print(f"{label}: attnlab {name} is not available: {contender}")
+        return f"not available: {contender}", None
     try:
-        with jax.default_matmul_precision("highest" if task.q.dtype == jnp.float32 else "default"):
-            answers = _answers(peers.ours(name, task))
+        with _precision(dtype):
+            answers = _answers(contender)
         errors = np.array([peers.relative_error(np.asarray(x), y) for x, y in zip(answers, expected)])
     except Exception as error:  # a check that raises is a result too
         report.fail(f"{label}: attnlab {name} failed ({type(error).__name__}: {commands.one_line(error)})")
@@ -133,7 +166,7 @@ def _answers(contender) -> list:
 
 
 def _reason_against(name, task) -> str | None:
-    arguments = task.q, task.k, task.v, peers.mask_of(task, task.ids)
+    arguments = task.q, task.k, task.v, peers.mask_of(task, task.ids), peers.mod_of(task)
     try:
         attnlab.explain(*arguments, impl=name)
     except ValueError:
@@ -162,8 +195,20 @@ class Sizes(NamedTuple):
     window: int
 
 
-def race(report: Report, masks, sizes: Sizes, rounds: int, block: float, torch: workers.Worker | None, folder) -> None:
+def race(
+    report: Report,
+    masks,
+    sizes: list[Sizes],
+    rounds: int,
+    block: float,
+    torch: Callable | None,
+    folder,
+    deadline: float,
+) -> None:
     """Time every contender with the right answer, under each mask: forward, and forward + backward.
+
+    All compile first, at the same time; then one is timed at a time. What is not compiled in half of the time that is
+    left is left out, and what is not timed by the deadline, too.
 
     Args:
       report: gets rows and figures.
@@ -171,35 +216,56 @@ def race(report: Report, masks, sizes: Sizes, rounds: int, block: float, torch: 
       sizes: of the inputs.
       rounds: timed blocks of each contender.
       block: seconds a block, about.
-      torch: a process of `torchattention.py`, or None.
-      folder: for the arrays exchanged with it.
+      torch: makes a process of `torchattention.py`; None without torch.
+      folder: for the arrays exchanged with them.
+      deadline: of the clock `time.monotonic()`.
     """
-    batch, heads = max(1, sizes.tokens // sizes.length), max(1, sizes.width // sizes.head_dim)
-    for mask in masks:
-        label = f"{mask}, T = {sizes.length:,}, D = {sizes.head_dim}"
+    tasks, entered = {}, {}
+    pool = concurrent.futures.ThreadPoolExecutor(2 * os.cpu_count())
+    for size, mask in itertools.product(sizes, masks):
+        batch, heads = max(1, size.tokens // size.length), max(1, size.width // size.head_dim)
+        task = make_task(mask, batch, size.length, heads, size.head_dim, "bfloat16", size.window)
+        label = f"{mask}, T = {size.length:,}, D = {size.head_dim}"
+        contenders = _contenders(label, task, torch, Path(folder))
+        tasks[label], entered[label] = task, {name: pool.submit(prepare) for name, prepare in contenders.items()}
+    futures = [future for row in entered.values() for future in row.values()]
+    concurrent.futures.wait(futures, max(0, deadline - time.monotonic()) / 2)
+    pool.shutdown(wait=False, cancel_futures=True)
+    print(f"{sum(map(_is_ready, futures))} of {len(futures)} contenders are compiled", flush=True)
+    for label, task in tasks.items():
         try:
-            task = make_task(mask, batch, sizes.length, heads, sizes.head_dim, "bfloat16", sizes.window)
-            for which, timers in _entered(report, label, task, torch, folder).items():
-                seconds = alternate(timers, rounds, block)
+            for which, timers in _entered(report, label, task, entered[label]).items():
                 row = f"{label}, {PASSES[which]}"
+                if time.monotonic() > deadline or not timers:
+                    print(f"{row} is left out: no {'time is' if timers else 'contenders are'} left", flush=True)
+                    continue
+                seconds = alternate(timers, rounds, block)
                 print(tables.line(row, seconds), flush=True)
                 _record(report, task, row, which, seconds)
         except Exception as error:  # the other benchmarks must go on
             report.fail(f"{label} failed ({type(error).__name__}: {commands.one_line(error)})")
 
 
-def _entered(report, label, task, torch, folder) -> dict[str, dict[str, Callable]]:
+def _is_ready(future) -> bool:
+    return future.done() and not future.cancelled()
+
+
+def _entered(report, label, task, futures) -> dict[str, dict[str, Callable]]:
     """The timers of all contenders with the right answer, {"forward" or "backward": {name: timer}}."""
     timers, expected = {"forward": {}, "backward": {}}, _expected(task)
-    for name, prepare in _contenders(label, task, torch, folder).items():
+    for name, future in futures.items():
         try:
-            answers, seconds = prepare()
-            error = max(peers.relative_error(jnp.asarray(x), y) for x, y in zip(answers, expected))
+            if not _is_ready(future):
+                raise UserError("it was not compiled in time")
+            answers, seconds = future.result()
+            answers = answers() if callable(answers) else answers
+            error = max(_error_of_part(jnp.asarray(x), y) for x, y in zip(answers, expected))
             if not error <= 8 * UNIT["bfloat16"]:  # eight roundings, as in `check`; one key too many of 257 gives 0.06
                 raise ValueError(f"its answer has an error of {error:.1e}")
         except Exception as error:  # peers fail in their own ways
             why = f"{name} is left out of {label}: {commands.one_line(error)}"
-            if name.startswith("attnlab") and "RESOURCE_EXHAUSTED" not in str(error):
+            is_known = "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, UserError)
+            if name.startswith("attnlab") and not is_known:
                 report.fail(why)
             else:
                 print(why, flush=True)
@@ -210,17 +276,24 @@ def _entered(report, label, task, torch, folder) -> dict[str, dict[str, Callable
     return timers
 
 
+def _error_of_part(answer, expected) -> float:
+    """The error of an answer for the first examples and heads."""
+    return peers.relative_error(answer, expected[: answer.shape[0], :, : answer.shape[2]])
+
+
 def _record(report, task, label, which, seconds) -> None:
     """Add a benchmark's row and figures."""
     _, length, _, head_dim = task.q.shape
-    ours = f"attnlab {attnlab.explain(task.q, task.k, task.v, peers.mask_of(task, task.ids)).backend}"
+    terms = peers.mask_of(task, task.ids), peers.mod_of(task)
+    ours = f"attnlab {attnlab.explain(task.q, task.k, task.v, *terms).backend}"
     row, flops = report.rows.setdefault(label, {}), flops_of(task, which)
     for name, taken in seconds.items():
         ratio = tables.ratio(seconds, name, ours) if ours in seconds else None
         median, called = statistics.median(taken), _KEYS.get(name, name.replace(" ", "_"))
         row[name] = f"{1e3 * median:.3f}" + (f" ({ratio:.2f})" if ratio else "") + f" {flops / median / 1e12:.3g}"
-        key = f"{task.mask}_t{length}_d{head_dim}_{which}"
+        key = f"{task.mask}_t{length}_d{head_dim}_{which}".replace(" ", "_")
         report.figures.update({f"ms_{key}_{called}": 1e3 * median, f"tflops_{key}_{called}": flops / median / 1e12})
+        report.figures[f"spread_{key}_{called}"] = (max(taken) - min(taken)) / median
         if name in _KEYS and ratio:
             report.figures[f"ratio_{key}_vs_{called}"] = ratio
 
@@ -246,52 +319,71 @@ def _contenders(label, task, torch, folder) -> dict[str, Callable]:
     seconds(which, calls): the time of so many calls of "forward" or "backward".
     """
     available = [name for name in BACKENDS if not _reason_against(name, task)]
-    if not _dense_fits(task):
-        available.remove("dense")
+    # What takes ten times as long as the others at great lengths is not raced there.
+    slow = [name for name, most in (("dense", 1024), ("blockwise", 4096)) if task.q.shape[1] > most]
+    available = [name for name in available if name not in slow]
     contenders = {f"attnlab {name}": functools.partial(_ready, peers.ours, name, task) for name in available}
     attend = jax.nn.dot_product_attention
     if jax.default_backend() == "gpu":
         attend = functools.partial(attend, implementation="cudnn")
     contenders["jax.nn"] = functools.partial(_ready, peers.jax_nn, task, attend)
     if torch:
-        for name in ("q", "k", "v", "d_out"):
-            np.save(Path(folder) / f"{name}.npy", np.asarray(getattr(task, name).astype(jnp.float32)))
-        np.save(Path(folder) / "ids.npy", np.asarray(task.ids))
-        try:
-            torch.ask("take", folder=folder, mask=task.mask, window=task.window, dtype="bfloat16")
-            contenders |= {name: functools.partial(_ready_in_torch, torch, name, folder) for name in _TORCH}
-        except UserError as error:
-            print(f"torch is left out of {label}: {commands.one_line(error)}", flush=True)
+        _save(task, folder)
+        own = folder / label
+        own.mkdir()
+        contenders |= {name: functools.partial(_ready_in_torch, torch, name, task, folder, own) for name in _TORCH}
     return contenders
+
+
+def _save(task, folder) -> None:
+    """The inputs of a task, which are those of all tasks, in other shapes, and its ids."""
+    for name in ("q", "k", "v", "d_out"):
+        if not (folder / f"{name}.npy").exists():
+            np.save(folder / f"{name}.npy", np.asarray(getattr(task, name).astype(jnp.float32)))
+    np.save(folder / f"{task.q.shape[1]}.npy", np.asarray(task.ids))
 
 
 def _ready(make, *arguments):
     contender = make(*arguments)
+    contender.compile()
 
     def seconds(which, calls):
         call = getattr(contender, which)
-        start = time.perf_counter()
-        for _ in range(calls):
-            out = call()
-        jax.block_until_ready(out)  # a device runs calls in order
-        return time.perf_counter() - start
 
-    return _answers(contender), seconds
+        def queued(calls):
+            start = time.perf_counter()
+            for _ in range(calls):
+                out = call()
+            jax.block_until_ready(out)  # a device runs calls in order
+            return time.perf_counter() - start
+
+        return _alone(queued, calls)
+
+    return functools.partial(_answers, contender), seconds
 
 
-def _ready_in_torch(worker, name, folder):
-    count = worker.ask("enter", name=name, folder=folder)["answers"]
+def _alone(queued: Callable, calls: int) -> float:
+    """The time of calls that are queued; on a GPU without the time that it takes to start and to end."""
+    return queued(2 * calls) - queued(calls) if jax.default_backend() == "gpu" else queued(calls)
+
+
+def _ready_in_torch(start, name, task, folder, own):
+    worker = start(own / f"{name}.log")
+    options = {"mask": task.mask, "window": task.window, "dtype": "bfloat16", "shape": task.q.shape}
+    worker.ask("take", folder=str(folder), **options)
+    (own / name).mkdir()
+    count = worker.ask("enter", name=name, folder=str(own / name))["answers"]
 
     def seconds(which, calls):
-        return worker.ask("seconds", name=name, which=which, calls=calls)["seconds"]
+        return _alone(lambda calls: worker.ask("seconds", name=name, which=which, calls=calls)["seconds"], calls)
 
-    return [np.load(Path(folder) / f"{at}.npy") for at in range(count)], seconds
+    return [np.load(own / name / f"{at}.npy") for at in range(count)], seconds
 
 
 def flops_of(task: peers.Task, which: str) -> float:
     """FLOPs of the visible pairs: q·k and p·v forward; "backward" adds the same scores again, do·v, dq, dk and dv."""
     batch, length, heads, head_dim = task.q.shape
     index, ids = np.arange(length), np.asarray(task.ids[0])
-    first = {"causal": 0, "window": np.maximum(0, index - task.window), "documents": np.searchsorted(ids, ids)}
-    pairs = int((index - first[task.mask] + 1).sum())
+    first = {"window": np.maximum(0, index - task.window), "documents": np.searchsorted(ids, ids)}
+    pairs = int((index - first.get(task.mask, 0) + 1).sum())
     return 2.0 * head_dim * batch * heads * pairs * (2 if which == "forward" else 7)

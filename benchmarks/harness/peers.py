@@ -11,6 +11,7 @@ import numpy as np
 
 import attnlab
 from attnlab.masks import Causal, Mask, Segments, SlidingWindow
+from attnlab.score_mods import ALiBi, ScoreMod, SoftCap, alibi_slopes
 
 UNIT = {"bfloat16": 2.0**-8, "float32": 2.0**-24}  # unit roundoff: the largest relative error of one rounding
 
@@ -19,7 +20,8 @@ class Task(NamedTuple):
     """The inputs of one benchmark.
 
     Attributes:
-      mask: "causal"; "window", causal with `window` keys before each query; "documents", causal within each document.
+      mask: "causal"; "window", causal with `window` keys before each query; "documents", causal within each document;
+        "soft cap", causal, scores capped at 30; "alibi", causal with a slope for each head.
       q, k, v, d_out: `[B, T, H, D]`, inputs and the gradient of the output.
       window: keys before each query, for "window".
       ids: int32 `[B, T]`, the document of each token, for "documents".
@@ -47,10 +49,12 @@ class Contender(NamedTuple):
     Attributes:
       forward: returns the output, `[B, T, H, D]`.
       backward: runs forward and backward; returns the gradients of q, k and v. None if there is no backward pass.
+      compile: compiles both, for calls that are timed.
     """
 
     forward: Callable
     backward: Callable | None
+    compile: Callable = lambda: None
 
 
 def installed() -> list[str]:
@@ -65,35 +69,46 @@ def enter(name: str, task: Task) -> Contender:
 
 def _jax(attend, task, *data) -> Contender:
     """The contender of `attend(q, k, v, *data)`; `data` are arguments of the compiled program, not constants in it."""
-    forward = jax.jit(attend)
 
-    @jax.jit
     def backward(q, k, v, d_out, *data):
         return jax.vjp(lambda q, k, v: attend(q, k, v, *data), q, k, v)[1](d_out)
 
-    return Contender(
-        functools.partial(forward, task.q, task.k, task.v, *data),
-        functools.partial(backward, task.q, task.k, task.v, task.d_out, *data),
-    )
+    programs = {"forward": jax.jit(attend), "backward": jax.jit(backward)}
+    inputs = {"forward": (task.q, task.k, task.v, *data), "backward": (task.q, task.k, task.v, task.d_out, *data)}
+
+    def compile_all():
+        programs.update({which: programs[which].lower(*inputs[which]).compile() for which in inputs})
+
+    forward, backward = (lambda which=which: programs[which](*inputs[which]) for which in inputs)
+    return Contender(forward, backward, compile_all)
 
 
 def ours(impl: str, task: Task) -> Contender:
     """attnlab with one of its backends, or "auto"."""
 
     def attend(q, k, v, *ids):
-        return attnlab.attention(q, k, v, mask_of(task, *ids), impl=impl)
+        return attnlab.attention(q, k, v, mask_of(task, *ids), mod_of(task), impl=impl)
 
     return _jax(attend, task, *((task.ids,) if task.mask == "documents" else ()))
 
 
 def mask_of(task: Task, *ids: jax.Array) -> Mask:
     """The task's mask as attnlab's; `ids` for "documents"."""
-    masks = {"causal": Causal(), "window": SlidingWindow(task.window)}
-    return masks[task.mask] if task.mask in masks else Causal() & Segments(*ids)
+    masks = {"window": lambda: SlidingWindow(task.window), "documents": lambda: Causal() & Segments(*ids)}
+    return masks.get(task.mask, Causal)()
+
+
+def mod_of(task: Task) -> ScoreMod | None:
+    """The task's score mod as attnlab's."""
+    return {"soft cap": lambda: SoftCap(30.0), "alibi": lambda: ALiBi(alibi_slopes(task.q.shape[-2]))}.get(
+        task.mask, lambda: None
+    )()
 
 
 def jax_nn(task: Task, attend: Callable = jax.nn.dot_product_attention) -> Contender:
     """`jax.nn.dot_product_attention`, or a function with the same arguments."""
+    if mod_of(task) is not None:
+        raise ValueError("it has no score mods")
     if task.mask == "documents":
         same = lambda ids: ids[:, None, :, None] == ids[:, None, None, :]  # noqa: E731
         return _jax(lambda q, k, v, ids: attend(q, k, v, mask=same(ids), is_causal=True), task, task.ids)

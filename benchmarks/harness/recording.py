@@ -20,6 +20,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import jax
 from absl import flags
 
 from attnlab.support import paths
@@ -64,6 +65,8 @@ def add(values, benchmark: str, cases: dict[str, dict]) -> None:
 def machine() -> dict:
     """The CPU's vendor, family, model and name, the cores that this process may use, and instruction sets.
 
+    Where JAX runs on a GPU, also its name and compute capability.
+
     >>> sorted(machine())
     ['cores', 'family', 'instruction_sets', 'model', 'name', 'vendor']
     """
@@ -72,7 +75,9 @@ def machine() -> dict:
     except OSError:
         first = ""
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
-    return {
+    device = jax.local_devices()[0]
+    gpu = {"gpu": device.device_kind, "compute_capability": str(getattr(device, "compute_capability", ""))}
+    return (gpu if device.platform == "gpu" else {}) | {
         "vendor": facts.get("vendor_id", platform.machine()),
         "family": facts.get("cpu family"),
         "model": facts.get("model"),
@@ -88,6 +93,8 @@ def file_name(machine: dict) -> str:
     >>> file_name({"vendor": "AuthenticAMD", "family": "25", "model": "17"})
     'amd-family-25-model-17.json'
     """
+    if "gpu" in machine:
+        return re.sub(r"\W+", "-", machine["gpu"].lower()) + ".json"
     vendor = VENDORS.get(machine["vendor"], re.sub(r"\W+", "-", machine["vendor"].lower()))
     return "-".join([vendor, *(f"{key}-{machine[key]}" for key in ("family", "model") if machine[key])]) + ".json"
 

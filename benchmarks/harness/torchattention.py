@@ -18,7 +18,7 @@ class Task(NamedTuple):
     """The inputs of one benchmark, as tensors.
 
     Attributes:
-      mask: "causal", "window" or "documents", as in `attnlab.bench.peers`.
+      mask: as in `peers.py`, beside this file.
       q, k, v, d_out: `[B, H, T, D]`, inputs and the gradient of the output.
       window: keys before each query, for "window".
       ids: `[B, T]`, the document of each token, for "documents".
@@ -49,6 +49,8 @@ def sdpa(task: Task) -> tuple[Callable, Callable]:
     """
     batch, _, length, _ = task.q.shape
     at = {"device": task.q.device}
+    if _mod(task):
+        raise ValueError("it has no score mods")
     if task.mask == "causal":
         mask = {"is_causal": True}
     else:
@@ -65,17 +67,24 @@ def flex(task: Task) -> tuple[Callable, Callable | None]:
     lead = batch if task.mask == "documents" else None
     block_mask = create_block_mask(_rule(task), lead, None, length, length, device=task.q.device)
     torch._dynamo.reset()  # after eight shapes torch stops compiling and runs eagerly
-    compiled = torch.compile(flex_attention, dynamic=False)
-    forward, backward = _passes(task, lambda q, k, v: compiled(q, k, v, block_mask=block_mask))
+    compiled, mod = torch.compile(flex_attention, dynamic=False), _mod(task)
+    forward, backward = _passes(task, lambda q, k, v: compiled(q, k, v, score_mod=mod, block_mask=block_mask))
     return forward, None if task.q.device.type == "cpu" else backward
 
 
 def _rule(task):
     return {
-        "causal": lambda b, h, i, j: j <= i,
         "window": lambda b, h, i, j: (j <= i) & (i - j <= task.window),
         "documents": lambda b, h, i, j: (j <= i) & (task.ids[b, i] == task.ids[b, j]),
-    }[task.mask]
+    }.get(task.mask, lambda b, h, i, j: j <= i)
+
+
+def _mod(task):
+    slopes = 2.0 ** (-8 * torch.arange(1, task.q.shape[1] + 1, device=task.q.device) / task.q.shape[1])
+    return {
+        "soft cap": lambda score, b, h, i, j: 30.0 * torch.tanh(score / 30.0),
+        "alibi": lambda score, b, h, i, j: score - slopes[h] * (i - j),
+    }.get(task.mask)
 
 
 def _passes(task, attend):
@@ -109,24 +118,25 @@ class Contenders:
         device = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
         return {"torch": torch.__version__, "device": device}
 
-    def take(self, folder, mask, window, dtype):
-        """Load a task from the arrays of a folder: q.npy, k.npy, v.npy, d_out.npy, ids.npy."""
+    def take(self, folder, mask, window, dtype, shape):
+        """Load a task `[B, T, H, D]` from the arrays of a folder: q.npy, k.npy, v.npy, d_out.npy; T.npy, the ids."""
         self.entered.clear()
         if self.device == "cuda":
             torch.cuda.init_cache()  # memory that torch caches is missing to JAX
-        *arrays, ids = (np.load(Path(folder) / f"{name}.npy") for name in ("q", "k", "v", "d_out", "ids"))
+        arrays = [np.load(Path(folder) / f"{name}.npy").reshape(shape) for name in ("q", "k", "v", "d_out")]
+        ids = np.load(Path(folder) / f"{shape[1]}.npy")
         self.task = task(mask, arrays, window, ids, self.device, dtype)
         return {}
 
     def enter(self, name, folder):
-        """Prepare a contender, and write its answers as float32 `[B, T, H, D]`.
+        """Prepare a contender, and write its answers for one example and two heads as float32 `[1, T, 2, D]`.
 
         0.npy is the output; 1.npy to 3.npy are the gradients of q, k and v, where the contender has a backward pass.
         """
         forward, backward = self.ENTER[name](self.task)
         answers = [forward()] + ([x.transpose(1, 2) for x in backward()] if backward else [])
         for at, answer in enumerate(answers):
-            np.save(Path(folder) / f"{at}.npy", answer.float().cpu().numpy())
+            np.save(Path(folder) / f"{at}.npy", answer[:1, :, :2].float().cpu().numpy())
         self.entered[name] = {"forward": forward, "backward": backward}
         return {"answers": len(answers)}
 

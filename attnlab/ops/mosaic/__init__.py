@@ -26,6 +26,7 @@ from attnlab.ops.tiles import WHOLE, padded
 from attnlab.types import Array
 
 PLATFORM = "gpu"
+CHECKED = ("9.0",)  # compute capabilities of which docs/benchmarks has a run whose checks passed
 _interpreter = []  # parameters, innermost last
 
 
@@ -49,8 +50,10 @@ def is_interpreted() -> bool:
 
 
 def untried(call: AttentionCall) -> str | None:
-    """The reason why "auto" leaves all calls to other backends."""
-    return "no run on a GPU has passed its checks yet: it runs when it is named"
+    """The reason why "auto" leaves a call to other backends, or None."""
+    if is_interpreted() or _capability() in CHECKED:
+        return None
+    return "no run on such a GPU has passed its checks yet: it runs when named"
 
 
 def reason_against(call: AttentionCall) -> str | None:
@@ -74,11 +77,14 @@ def reason_against(call: AttentionCall) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None) or _reason_against_programs(call)
 
 
+def _capability() -> str | None:
+    """The compute capability of the GPU; None without one."""
+    return str(getattr(jax.devices()[0], "compute_capability", "")) if jax.default_backend() == "gpu" else None
+
+
 def _is_hopper() -> bool:
     """Whether the GPU is of Hopper, whose matrix products the kernels use; without a GPU nothing tells."""
-    if is_interpreted() or jax.default_backend() != "gpu":
-        return True
-    return str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
+    return is_interpreted() or _capability() in (None, "9.0")
 
 
 def _reason_against_programs(call: AttentionCall) -> str | None:

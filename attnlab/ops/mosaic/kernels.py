@@ -154,8 +154,7 @@ def _product(a, b, shape):
 def _accumulated(plan: Plan, *products: tuple) -> list:
     """acc + a @ b of each (acc, a, b), with one wait for all."""
     if plan.interpret is not None:  # JAX's interpreter has neither run_state nor WGMMA on registers
-        read = lambda x: jnp.asarray(x[...], jnp.float32)
-        return [acc + jnp.dot(read(a), read(b)) for acc, a, b in products]
+        return [acc + jnp.dot(*(x[...].astype(jnp.float32) for x in factors)) for acc, *factors in products]
 
     def run(refs):
         for ref, (_, a, b) in zip(refs, products):
@@ -298,7 +297,8 @@ def forward(plan: Plan, q, k, v, sinks, lists, operands):
 
         @pl.when(me == GROUPS)
         def _copy():
-            _streamed(count, stages, (k_out, v_out), _keys_fetched(plan, (k_ref, v_ref), (k_smem, v_smem), (k_in, v_in), b, h, tiles, columns))
+            keys = (k_ref, v_ref), (k_smem, v_smem), (k_in, v_in)
+            _streamed(count, stages, (k_out, v_out), _fetch_keys(*keys, b, lax.div(h, plan.group), tiles, columns))
 
     vector = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
     keys, mine = _tiled((stages, columns, size), k.dtype), mg.SMEM((GROUPS, ROWS), jnp.float32)
@@ -310,9 +310,8 @@ def forward(plan: Plan, q, k, v, sinks, lists, operands):
     return tuple(run(q, k, v, sinks, *lists, *operands))
 
 
-def _keys_fetched(plan, refs, buffers, barriers, b, h, tiles, columns) -> Callable:
-    """The `fetch` of `_streamed` for the keys and values of a query head."""
-    kv_head = lax.div(h, plan.group)
+def _fetch_keys(refs, buffers, barriers, b, kv_head, tiles: _List, columns: int) -> Callable:
+    """The `fetch` of `_streamed` for keys and values."""
 
     def fetch(step, slot, waits):
         keys = pl.ds(tiles.start(step), columns)
@@ -399,7 +398,10 @@ def backward_queries(plan: Plan, q, k, v, do, m, delta, lists, operands):
 
         @pl.when(me == GROUPS)
         def _copy():
-            _streamed(tiles.steps, stages, (k_out, v_out), _keys_fetched(plan, (k_ref, v_ref), (k_smem, v_smem), (k_in, v_in), b, h, tiles, columns))
+            keys = (k_ref, v_ref), (k_smem, v_smem), (k_in, v_in)
+            _streamed(
+                tiles.steps, stages, (k_out, v_out), _fetch_keys(*keys, b, lax.div(h, plan.group), tiles, columns)
+            )
 
     mine, keys = _tiled((GROUPS, ROWS, size), q.dtype), _tiled((stages, columns, size), k.dtype)
     ready, released = mg.Barrier(num_barriers=stages), mg.Barrier(num_arrivals=GROUPS, num_barriers=stages)
@@ -440,9 +442,11 @@ def backward_keys(plan: Plan, q, k, v, do, m, delta, lists, operands):
                 dk, dv, *sums = carry
                 slot, is_partial = lax.rem(j, stages), tiles.is_partial(j)
                 tile = _Tile(plan, refs, b, h * group + tiles.head(j), (start, tiles.start(j)), shape, 1)
-                across = lambda ref: lax.broadcast_in_dim(
-                    mg.load(ref.at[slot], layout=WGMMA.reduce(0), optimized=False), shape, [1]
-                )
+
+                def across(ref):
+                    x = mg.load(ref.at[slot], layout=WGMMA.reduce(0), optimized=False)
+                    return lax.broadcast_in_dim(x, shape, [1])
+
                 mg.barrier_wait(q_in.at[slot])
                 s = _product(k_smem.at[me], q_smem.at[slot].transpose((1, 0)), shape)
                 s, pull = tile.modified_with_pullback(s)

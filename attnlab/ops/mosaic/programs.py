@@ -331,6 +331,8 @@ def _lowered(equation, values) -> list | None:
         return [tanh(values[0])]
     if name == "reshape" and out.shape == equation.invars[0].aval.shape:  # of a derivative on a mesh
         return values
+    if name == "add_any":
+        return [values[0] + values[1]]
     if name == "integer_pow" and equation.params["y"] < 0:
         return [1 / lax.integer_pow(values[0], -equation.params["y"])]
     if name == "convert_element_type" and equation.invars[0].aval.dtype == bool and out.dtype != bool:
