@@ -11,8 +11,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import attnlab
-from attnlab.masks import Causal, Padding, Segments, SlidingWindow
-from attnlab.score_mods import ALiBi, SoftCap, alibi_slopes
+from attnlab.masks import BlockSparse, Causal, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
+from attnlab.score_mods import ALiBi, Forget, ScoreFn, SoftCap, alibi_slopes
 
 GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x", "h100")
 KERNELS = {"tpu": "splash", "gpu": "fmha"}
@@ -183,3 +183,96 @@ def test_cudnn_within_checked_shard_map_sums_the_gradient_of_a_shared_bias(topol
     bias = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=NamedSharding(mesh, P()))
     _, program = compiled(jax.grad(total, argnums=3), *inputs(mesh, 256, P("data"), batch=4), bias)
     assert program.kernels and "all-reduce" in program.collectives
+
+
+# Masks and score mods as Mosaic's kernels take them: functions of arrays, and the shapes of these.
+LENGTH, HEADS = 1024, 4
+MOSAIC_MASKS = {
+    "none": (lambda: None, {}),
+    "window": (lambda: SlidingWindow(255, 3), {}),
+    "documents": (lambda ids: Segments(ids) & Causal(), {"ids": ((2, LENGTH), jnp.int32)}),
+    "padding, prefix": (lambda n: Padding(n) & PrefixLM(n), {"n": ((2,), jnp.int32)}),
+    "algebra": (lambda: ~Causal() | (SlidingWindow(3) & ~SlidingWindow(0)), {}),
+    "blocks": (
+        lambda blocks: BlockSparse(blocks, 128) & Causal(),
+        {"blocks": ((2, 1, LENGTH // 128, LENGTH // 128), jnp.bool_)},
+    ),
+    "function": (
+        lambda every, ids: MaskFn(lambda b, h, i, j, n, x: ~((i - j) % n[h] != 0) | (x[b, i] == x[b, j]), every, ids),
+        {"every": ((HEADS,), jnp.int32), "ids": ((2, LENGTH), jnp.int32)},
+    ),
+}
+MOSAIC_MODS = {
+    "none": (lambda: None, {}),
+    "alibi, soft cap": (lambda slopes: (ALiBi(slopes), SoftCap(30.0)), {"slopes": ((HEADS,), jnp.float32)}),
+    "soft cap of an array": (SoftCap, {"cap": ((), jnp.float32)}),
+    "forget": (Forget, {"queries": ((2, LENGTH, HEADS), jnp.float32)}),
+    "function": (
+        lambda x, y: ScoreFn(lambda s, b, h, i, j, x, y: jnp.tanh(s) * x[j] - y[h] * jnp.where(i > j, 1.0, 0.5), x, y),
+        {"x": ((LENGTH,), jnp.float32), "y": ((HEADS,), jnp.float32)},
+    ),
+}
+
+
+def through_mosaic(mask, mod, has_sinks=False):
+    """The gradients by q, k, v and the arrays of the mod, with the shapes of these and of the mask's arrays."""
+    (make_mask, of_mask), (make_mod, of_mod) = MOSAIC_MASKS[mask], MOSAIC_MODS[mod]
+
+    def total(q, k, v, learned, fixed):
+        sinks = learned.pop("sinks", None)
+        terms = {"mask": make_mask(**fixed), "score_mod": make_mod(**learned), "sinks": sinks}
+        return attnlab.attention(q, k, v, impl="mosaic", **terms).astype(jnp.float32).sum()
+
+    of_mod = of_mod | ({"sinks": ((HEADS,), jnp.float32)} if has_sinks else {})
+    return jax.grad(total, argnums=(0, 1, 2, 3)), of_mod, of_mask
+
+
+def placed(mesh, shapes):
+    """Arrays of examples and heads, split as q is."""
+    found = {}
+    for name, (shape, dtype) in shapes.items():
+        spec = [{2: "data", HEADS: "tensor"}.get(n) for n in shape]
+        found[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "mask, mod, size",
+    [
+        ("none", "none", 64),
+        ("none", "soft cap of an array", 128),
+        ("window", "alibi, soft cap", 64),
+        ("documents", "forget", 128),
+        ("documents", "forget", 64),
+        ("padding, prefix", "soft cap of an array", 64),
+        ("algebra", "none", 128),
+        ("blocks", "none", 64),
+        ("blocks", "alibi, soft cap", 128),
+        ("function", "function", 64),
+        ("function", "function", 128),
+    ],
+)
+def test_mosaic_compiles_masks_and_score_mods_forward_and_backward(mask, mod, size, topology, compiled):
+    """It is refused where a kernel takes more than the 232,448 bytes of shared memory of a block."""
+    function, *shapes = through_mosaic(mask, mod, has_sinks=size == 64)
+    mesh = mesh_of(topology("h100"))
+    arrays = inputs(mesh, LENGTH, heads=(HEADS, 2, 2), head_dim=size)
+    text, program = compiled(function, *arrays, *(placed(mesh, x) for x in shapes))
+    assert sum(count for name, count in program.custom_calls.items() if "mosaic" in name) == 3, program.custom_calls
+    assert not re.search(rf"\[(\d+,)*{LENGTH},{LENGTH}\]", text)  # no array of all scores
+
+
+@pytest.mark.parametrize("mask, mod", [("documents", "forget"), ("blocks", "alibi, soft cap")])
+@pytest.mark.parametrize("is_manual", [False, True], ids=["in a user's jit", "within shard_map"])
+def test_mosaic_on_a_mesh_keeps_batch_and_heads_where_they_are(mask, mod, is_manual, topology, compiled):
+    mesh = mesh_of(topology("h100:4"), (2, 2))
+    function, *shapes = through_mosaic(mask, mod, has_sinks=True)
+    arrays = (
+        *inputs(mesh, LENGTH, P("data", None, "tensor"), heads=(HEADS, 2, 2), head_dim=64),
+        *(placed(mesh, x) for x in shapes),
+    )
+    if is_manual:
+        specs = jax.tree.map(lambda x: x.sharding.spec, arrays)
+        function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=specs[:4], check_vma=False)
+    _, program = compiled(function, *arrays)
+    assert any("mosaic" in name for name in program.custom_calls) and not set(program.collectives) & set(MOVES)

@@ -62,12 +62,13 @@ def score_fn(fn, *arrays):
         (mask_fn(lambda i, j, x: x[i, j] > 0, PAIRS), "indexed by pairs"),
         (mask_fn(lambda i, j, x: x[i // 2] > 0, IDS), "indexed by other than b, h, i, j"),
         (mask_fn(lambda i, j, x: x[j] > 0, IDS) | {"kv_positions": IDS, "q_positions": IDS}, "positions that the call"),
-        (mask_fn(lambda i, j: IDS[i] > 0), "not elementwise"),
+        (mask_fn(lambda i, j, x: x > i, IDS), "an array is taken as a whole"),
         (mask_fn(lambda i, j, x: x.sum() > i, IDS), "not elementwise"),
+        (mask_fn(lambda i, j: IDS[i] > 0), "closes over an array"),
         ({"score_mod": RelativeBias(jnp.zeros((4, 3)))}, "score mods cannot run in a kernel"),
         (score_fn(lambda s, i, j: jnp.sin(s)), "it has sin"),
         (score_fn(lambda s, i, j, x: s + x[i, j], PAIRS), "indexed by pairs"),
-        (score_fn(lambda s, i, j: s + WEIGHTS.sum()), "not elementwise"),
+        (score_fn(lambda s, i, j: s + WEIGHTS.sum()), "closes over an array"),
     ],
 )
 def test_unsupported_arguments_reject_mosaic(more, reason):
@@ -85,7 +86,7 @@ def test_unsupported_arguments_reject_mosaic(more, reason):
     ],
 )
 def test_supported_calls_run_on_a_gpu_when_mosaic_is_named(more):
-    assert "runs when it is named" in why_not(**more) and why_not(impl="cudnn") != why_not(**more)
+    assert "runs when named" in why_not(**more)
     assert attnlab.explain(Q, K, K, impl="mosaic", platform="gpu", **more).backend == "mosaic"
 
 
@@ -95,12 +96,13 @@ def test_older_jax_rejects_mosaic(monkeypatch):
 
 
 @needs_jax_011
-@pytest.mark.parametrize("capability, reason", [("9.0", "runs when it is named"), ("10.0", "needs a Hopper GPU")])
-def test_another_gpu_than_hopper_rejects_mosaic(capability, reason, monkeypatch):
+@pytest.mark.parametrize("capability, backend", [("9.0", "mosaic"), ("10.0", "blockwise"), ("8.0", "blockwise")])
+def test_hopper_alone_runs_mosaic_unnamed(capability, backend, monkeypatch):
     gpu = type("Gpu", (), {"platform": "gpu", "compute_capability": capability})()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
-    assert reason in why_not(mask=Causal())
+    explained = attnlab.explain(Q, K, K, Segments(IDS), platform="gpu")
+    assert explained.backend == backend and (backend == "mosaic" or "Hopper" in explained.rejected["mosaic"])
 
 
 def test_cpus_run_no_mosaic():
@@ -110,7 +112,7 @@ def test_cpus_run_no_mosaic():
         attnlab.attention(Q, K, K, impl="mosaic")
 
 
-# Numbers, in the interpreter
+# Numbers, in JAX's interpreter of GPU kernels
 
 
 class Shape(NamedTuple):
@@ -122,24 +124,31 @@ class Shape(NamedTuple):
     features: int = 64
 
 
-def normal(*shape, scale=1.0):
-    return scale * RANDOM.normal(size=shape)
+def integers(below, *shape):
+    return RANDOM.integers(0, below, shape).astype(np.int32)
 
 
-def falling(*shape):
-    """Running sums of log forget gates `[..., T, H]`."""
-    return np.cumsum(-0.1 * RANDOM.random(shape), axis=-2)
+def mask_of_arrays_of_every_kind(b, h, i, j, every, ids, is_hidden):
+    return ~is_hidden[j] | (ids[b, i] == ids[b, j]) & ((i - j) % every[h] == 0)
 
 
-IDS_OF_TWO = np.sort(RANDOM.integers(0, 4, (2, 256)), axis=-1).astype(np.int32)
-UNSORTED = RANDOM.integers(0, 3, (2, 256)).astype(np.int32)
-BLOCKS = RANDOM.random((1, 4, 4, 4)) < 0.4
-SHIFTED = ScoreFn(lambda s, b, h, i, j: jnp.where(i % 3 == 0, (s - 1e9).astype(jnp.float32).astype(s.dtype), s))
-OF_ALL = ScoreFn(
-    lambda s, b, h, i, j, x, y, z, w: s * (1 + 0.1 * jnp.tanh(w)) + x[h] * jnp.cos(0.0) * (i > j) + y[b, i] - z[j] ** 2,
-)
+def score_of_arrays_of_every_kind(s, b, h, i, j, by_head, by_key, by_key_and_head, by_query, number):
+    signs = jnp.where(i > j, by_head[h], 0.5) * by_key_and_head[j, h]
+    return s * jnp.tanh(number) + signs + by_query[b, i] - by_key[j] ** 2
 
-# By name: a shape, arrays that have gradients, and the terms of the call that they make.
+
+def shifted(s, b, h, i, j):
+    """Every third row 1e9 lower, which leaves its scores no digit in float32; in float64 they are rounded to it."""
+    return jnp.where(i % 3 == 0, (s - 1e9).astype(jnp.float32).astype(s.dtype), s)
+
+
+DOCUMENTS, IDS_OF_TWO = np.sort(integers(4, 2, 256)), integers(3, 2, 128)
+BLOCKS, HIDDEN = RANDOM.random((1, 4, 4, 4)) < 0.4, RANDOM.random(128) < 0.8
+FORGOTTEN = np.cumsum(-0.1 * RANDOM.random((2, 256, 2)), axis=-2)
+POSITIONS = {"q_positions": np.arange(100) + 450, "kv_positions": np.arange(600)}
+ARRAYS = {"by_head": (2,), "by_key": (200,), "by_key_and_head": (200, 2), "by_query": (1, 200), "number": ()}
+
+# By name: a shape, arrays that have gradients, and the terms of the call that they make. Tiles are of 128 × 128.
 CASES = {
     "causal, 128 features": (Shape(queries=384, keys=384, heads=1, features=128), {}, lambda: {"mask": Causal()}),
     "window, soft cap, sinks": (
@@ -153,103 +162,139 @@ CASES = {
         {"slopes": np.array([0.05])},
         lambda slopes: {"mask": Causal() & Padding(np.array([0, 77])), "score_mod": ALiBi(slopes)},
     ),
-    "causal documents, forget, grouped heads": (
+    "causal documents, forget": (
         Shape(batch=2),
-        {"sums": falling(2, 256, 2)},
-        lambda sums: {"mask": Segments(IDS_OF_TWO) & Causal(), "score_mod": Forget(sums)},
+        {"sums": FORGOTTEN},
+        lambda sums: {"mask": Segments(DOCUMENTS) & Causal(), "score_mod": Forget(sums)},
     ),
     "prefix, soft cap of an array, 128 features": (
-        Shape(batch=2, heads=1, features=128),
+        Shape(heads=1, features=128),
         {"cap": np.array(1.5)},
-        lambda cap: {"mask": PrefixLM(np.array([3, 200])), "score_mod": SoftCap(cap)},
+        lambda cap: {"mask": PrefixLM(np.array([200])), "score_mod": SoftCap(cap)},
     ),
-    "algebra, ragged": (
-        Shape(queries=200, keys=200),
+    "algebra": (Shape(), {}, lambda: {"mask": ~Causal() | (SlidingWindow(3) & ~SlidingWindow(0))}),
+    "blocks of heads": (Shape(heads=4, kv_heads=2), {}, lambda: {"mask": BlockSparse(BLOCKS, 64) & Causal()}),
+    "mask function of arrays of every kind": (
+        Shape(batch=2, queries=128, keys=128),
         {},
-        lambda: {"mask": ~Causal() | (SlidingWindow(3) & ~SlidingWindow(0))},
+        lambda: {"mask": MaskFn(mask_of_arrays_of_every_kind, np.array([1, 3]), IDS_OF_TWO, HIDDEN)},
     ),
-    "blocks of heads, grouped heads": (
-        Shape(heads=4, kv_heads=2),
-        {},
-        lambda: {"mask": BlockSparse(BLOCKS, 64) & Causal()},
-    ),
-    "function of heads and ids": (
-        Shape(batch=2),
-        {},
-        lambda: {
-            "mask": MaskFn(
-                lambda b, h, i, j, s, ids: ((i - j) % s[h] == 0) & (ids[b, i] == ids[b, j]),
-                np.array([1, 3]),
-                UNSORTED,
-            )
-        },
-    ),
-    "positions, ragged, alibi, sinks": (
+    "positions, ragged keys, alibi, sinks": (
         Shape(queries=100, keys=600),
-        {"slopes": np.array([0.02, 0.1]), "sinks": np.array([-1.0, 2.0])},
-        lambda slopes, sinks: {
-            "mask": Causal(),
-            "score_mod": ALiBi(slopes),
-            "sinks": sinks,
-            "q_positions": np.arange(100) + 450,
-            "kv_positions": np.arange(600),
-        },
+        {"sinks": np.array([-1.0, 2.0]), "slopes": np.array([0.02, 0.1])},
+        lambda sinks, slopes: {"mask": Causal(), "score_mod": ALiBi(slopes), "sinks": sinks} | POSITIONS,
     ),
-    "score function of arrays of every kind": (
-        Shape(heads=2, kv_heads=2, batch=2, queries=128, keys=128),
-        {"x": normal(2), "y": normal(2, 128), "z": normal(128), "w": np.array(0.5)},
-        lambda *arrays: {"score_mod": (SoftCap(3.0), ScoreFn(OF_ALL.fn, *arrays))},
+    "score function of arrays of every kind, ragged": (
+        Shape(queries=200, keys=200),
+        {name: RANDOM.normal(size=shape) for name, shape in ARRAYS.items()},
+        lambda **arrays: {"score_mod": (SoftCap(3.0), ScoreFn(score_of_arrays_of_every_kind, *arrays.values()))},
     ),
-    "rows shifted by a billion": (
-        Shape(heads=1),
-        {},
-        lambda: {"mask": Causal(), "score_mod": SHIFTED},
-    ),
+    "rows shifted by a billion": (Shape(heads=1), {}, lambda: {"mask": Causal(), "score_mod": ScoreFn(shifted)}),
 }
 
 
-def drawn(shape, learned, dtype=np.float64):
-    """(q, k, v, arrays that have gradients), and weights of out and lse; q, k, v and the first are of bfloat16."""
+def drawn(shape: Shape, learned: dict):
+    """(q, k, v, arrays that have gradients), and weights of out and lse; those of lse are positive, so that the sums
+    over rows do not cancel."""
     rng = np.random.default_rng(1)
-    batch, queries, keys, heads, kv_heads, features = shape
-    shapes = (queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads)
-    q, k, v, d_out = (rng.normal(size=(batch, *x, features)).astype(jnp.bfloat16) for x in shapes)
-    d_lse = rng.normal(size=(batch, queries, heads)).astype(np.float32)
+    lengths = (shape.queries, shape.heads), *[(shape.keys, shape.kv_heads)] * 2, (shape.queries, shape.heads)
+    q, k, v, d_out = (rng.normal(size=(shape.batch, *x, shape.features)).astype(jnp.bfloat16) for x in lengths)
+    d_lse = 1 + rng.random((shape.batch, *lengths[0])).astype(np.float32)
     return (q, k, v, {name: x.astype(np.float32) for name, x in learned.items()}), (d_out, d_lse)
+
+
+def with_nan(shape: Shape, x, mask, **terms):
+    """x `[B, Tk, Hk, D]`, and NaN for keys that are hidden from all queries."""
+    lead, positions = (shape.batch, shape.heads), {name: terms[name] for name in terms if name.endswith("positions")}
+    shown = mask.dense(shape.queries, shape.keys, num_heads=shape.heads, batch=lead[:1], **positions)
+    shown = np.broadcast_to(shown, (*lead, shape.queries, shape.keys)).any(-2)
+    shown = shown.reshape(shape.batch, shape.kv_heads, -1, shape.keys).any(2).swapaxes(1, 2)
+    return np.where(shown[..., None], x, np.asarray(np.nan, x.dtype))
 
 
 def results(impl, terms, arrays, weights):
     """out, lse and the gradients of all arrays, by name."""
 
     def run(q, k, v, learned):
-        return attnlab.attention(q, k, v, impl=impl, return_lse=True, **terms(*learned.values()))
+        return attnlab.attention(q, k, v, impl=impl, return_lse=True, **terms(**learned))
 
     (out, lse), pull = jax.vjp(run, *arrays)
-    d_out, d_lse = (w.astype(x.dtype) for w, x in zip(weights, (out, lse)))
+    d_out, d_lse = (weight.astype(x.dtype) for weight, x in zip(weights, (out, lse)))
     q, k, v, learned = pull((d_out, jnp.where(jnp.isfinite(lse), d_lse, 0)))
     return {"out": out, "lse": lse, "q": q, "k": k, "v": v} | learned
 
 
 @functools.cache
-def interpreted_case(name):
-    """(the compiled function of a case in the interpreter, its arguments)."""
+def interpreted(name):
+    """(The compiled function of a case, its arguments)."""
     shape, learned, terms = CASES[name]
-    arrays, weights = drawn(shape, learned)
+    (q, k, v, learned), weights = drawn(shape, learned)
+    named = terms(**learned)
+    if "mask" in named:
+        k, v = (with_nan(shape, x, **named) for x in (k, v))
+    arguments = (q, k, v, learned), weights
     with mosaic.interpreted():
-        return jax.jit(functools.partial(results, "mosaic", terms)).lower(arrays, weights).compile(), (arrays, weights)
+        return jax.jit(functools.partial(results, "mosaic", terms)).lower(*arguments).compile(), arguments
 
 
-def assert_near(found, expected):
+def specified(run, *arguments):
+    """The results of dense attention in float64."""
+    with jax.enable_x64(True):
+        widened = jax.tree.map(lambda x: x if x.dtype == np.int32 else np.asarray(x, np.float64), arguments)
+        return jax.jit(run)(*widened)
+
+
+def assert_near(found, expected, bound=2**-6):
+    """Weights, outputs and the scores' gradients are rounded to bfloat16, by 2^-9 at most and about 2^-10 in the mean:
+    together 1e-3 to 3e-3 of a result, and 1e-2 of rows with few keys, where do·v and do·o cancel. Of a row and the mean
+    row, one key of 256 is some 3e-2."""
     for name, x in expected.items():
-        y = np.asarray(found[name], np.float64)
-        print(name, np.linalg.norm(y-x)/np.linalg.norm(x))
-    
+        x, y = np.asarray(x), np.asarray(found[name], np.float64)
+        if name == "lse":
+            np.testing.assert_allclose(y, x, rtol=1e-6, atol=1e-5)
+            continue
+        size, error = (np.linalg.norm(z, axis=-1 if x.ndim == 4 else None) for z in (x, x - y))
+        worst = (error / (size + np.sqrt((size**2).mean()))).max()
+        assert worst <= bound, f"{name} errs by {worst:.1e}"
+
 
 @needs_jax_011
 @pytest.mark.parametrize("name", CASES)
-def test_results_and_gradients_in_the_interpreter_equal_the_specification(name, float64):
-    with jax.enable_x64(False):
-        run, (arrays, weights) = interpreted_case(name)
-        found = run(arrays, weights)
-    exact = jax.tree.map(lambda x: np.asarray(x, np.float64), (arrays, weights))
-    assert_near(found, jax.jit(functools.partial(results, "dense", CASES[name][2]))(*exact))
+def test_results_and_gradients_are_those_of_the_specification(name):
+    run, arguments = interpreted(name)
+    assert_near(run(*arguments), specified(functools.partial(results, "dense", CASES[name][2]), *arguments))
+
+
+@needs_jax_011
+def test_equal_inputs_give_equal_bits():
+    run, arguments = interpreted("window, soft cap, sinks")
+    jax.tree.map(np.testing.assert_array_equal, run(*arguments), run(*arguments))
+
+
+@needs_jax_011
+def test_vmap_over_some_arrays_and_operands_is_that_of_the_specification():
+    (q, k, v, _), weights = drawn(Shape(batch=2), {})
+
+    def run(impl, q, k, v, ids, slopes, sinks, weights):
+        def terms(slopes, sinks):
+            return {"mask": Segments(ids) & Causal(), "score_mod": ALiBi(slopes), "sinks": sinks}
+
+        return results(impl, terms, (q, k, v, {"sinks": sinks, "slopes": slopes}), weights)
+
+    def mapped(impl):
+        return jax.vmap(functools.partial(run, impl), in_axes=(None, 0, None, 0, 0, None, 0))
+
+    slopes, sinks = np.array([[0.1, 0.2], [0.0, 0.05]], np.float32), np.array([0.5, 2.0], np.float32)
+    arguments = q[0], k, v[0], DOCUMENTS, slopes, sinks, weights
+    with mosaic.interpreted():
+        found = jax.jit(mapped("mosaic"))(*arguments)
+    assert_near(found, specified(mapped("dense"), *arguments))
+
+
+@needs_jax_011
+def test_derivatives_of_second_order_are_refused_by_name():
+    def total(q):
+        return attnlab.attention(q, K, K, impl="mosaic").astype(jnp.float32).sum()
+
+    with mosaic.interpreted(), pytest.raises(ValueError, match="impl = 'mosaic' has no derivatives of second order"):
+        jax.eval_shape(jax.grad(lambda q: jax.grad(total)(q).astype(jnp.float32).sum()), Q)

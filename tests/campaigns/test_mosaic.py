@@ -1,0 +1,87 @@
+"""Random compositions of masks, score mods and sinks through Mosaic's kernels, in JAX's interpreter, against dense."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab.masks import BlockSparse, Causal, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
+from attnlab.ops import mosaic
+from attnlab.score_mods import ALiBi, Forget, ScoreFn, SoftCap
+from tests.ops.test_mosaic import Shape, assert_near, drawn, needs_jax_011, results, specified, with_nan
+
+pytestmark = [pytest.mark.campaign, needs_jax_011]
+
+LENGTHS = [(256, 256), (256, 256), (200, 200), (130, 256), (256, 100)]
+
+
+def draw_mask(rng, shape: Shape, depth=2):
+    """A random expression of `&`, `|`, `~` over the masks that kernels take."""
+    if depth and rng.random() < 0.6:
+        a, b = (draw_mask(rng, shape, depth - 1) for _ in range(2))
+        return [lambda: a & b, lambda: a | b, lambda: ~a][rng.integers(3)]()
+    lead = (shape.batch,) if rng.random() < 0.5 else ()
+
+    def integers(low, high, *shape):
+        return np.asarray(rng.integers(low, high, shape), np.int32)
+
+    def documents(length):
+        return np.sort(integers(0, 4, *lead, length), axis=-1)
+
+    by_head, ids = integers(1, 4, shape.heads), integers(0, 3, shape.batch, max(shape.queries, shape.keys))
+    blocks = (shape.batch, int(rng.choice([1, shape.heads])), -(-shape.queries // 64), -(-shape.keys // 64))
+    return [
+        Causal,
+        lambda: SlidingWindow(int(rng.integers(0, shape.keys)), int(rng.integers(0, 200))),
+        lambda: PrefixLM(integers(0, shape.keys + 1, *lead) if lead else int(rng.integers(0, shape.keys))),
+        lambda: Padding(integers(0, shape.keys + 1, *lead) if lead else int(rng.integers(0, shape.keys))),
+        lambda: Segments(documents(shape.queries), documents(shape.keys)),
+        lambda: BlockSparse(rng.random(blocks) < 0.5, 64),
+        lambda: MaskFn(lambda b, h, i, j, by: (i - j + b) % by[h] == 0, by_head),
+        lambda: MaskFn(lambda b, h, i, j, x, y: (x[b, 3] > 0) | (y[h] != 1) & (abs(i - j) < 90), ids, by_head),
+    ][rng.integers(8)]()
+
+
+def draw_mods(rng, shape: Shape):
+    """(Arrays that have gradients by name, their score mods)."""
+    sums = {length: np.cumsum(-0.1 * rng.random((length, shape.heads)), axis=0) for length in shape[1:3]}
+    known = {
+        "slopes": (0.1 * rng.random(shape.heads), ALiBi),
+        "cap": (1 + rng.random(()), SoftCap),
+        "sums": (sums[shape.keys], lambda x: Forget(sums[shape.queries].astype(np.float32), x)),
+        "by_head": (rng.normal(size=shape.heads), lambda x: ScoreFn(lambda s, b, h, i, j, x: s * x[h] - x[0], x)),
+        "number": (rng.normal(size=()), lambda x: ScoreFn(lambda s, b, h, i, j, x: jnp.where(i % 2 > 0, s, x), x)),
+    }
+    names = [name for name in known if rng.random() < 0.3]
+    rng.shuffle(names)
+    arrays, makers = ({name: known[name][at] for name in names} for at in (0, 1))
+    return arrays, lambda arrays: tuple(make(arrays[name]) for name, make in makers.items())
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_composition_has_the_results_and_gradients_of_the_specification(seed):
+    rng = np.random.default_rng(seed)
+    heads, features = int(rng.integers(1, 3)), int(rng.choice([64, 64, 128]))
+    queries, keys = LENGTHS[rng.integers(len(LENGTHS))]
+    shape = Shape(3 - heads, queries, keys, heads, int(rng.integers(1, heads + 1)), features)
+    arrays, mods = draw_mods(rng, shape)
+    arrays |= {"sinks": rng.normal(size=heads)} if rng.random() < 0.4 else {}
+    terms = {"mask": draw_mask(rng, shape)} if rng.random() < 0.9 else {}
+    if queries != keys or rng.random() < 0.2:
+        terms["q_positions"] = rng.integers(0, keys, queries).astype(np.int32)
+        terms["kv_positions"] = np.arange(keys, dtype=np.int32)
+    terms |= {"scale": float(rng.normal() / 8)} if rng.random() < 0.3 else {}
+
+    def of_arrays(**arrays):
+        return terms | {"score_mod": mods(arrays) or None, "sinks": arrays.get("sinks")}
+
+    (q, k, v, arrays), weights = drawn(shape, arrays)
+    if "mask" in terms:
+        k, v = (with_nan(shape, x, **terms) for x in (k, v))
+    arguments = (q, k, v, arrays), weights
+    with mosaic.interpreted():
+        found = jax.jit(functools.partial(results, "mosaic", of_arrays))(*arguments)
+    # Rows of few keys, and sums that cancel, have larger errors than those of the fast tests.
+    assert_near(found, specified(functools.partial(results, "dense", of_arrays), *arguments), bound=2**-5)
