@@ -36,16 +36,34 @@ def page(text: str, found: dict[str, dict]) -> str:
 def section(name: str, record: dict) -> str:
     """The tables of one machine."""
     machine, benchmarks = record["machine"], record["benchmarks"]
-    title = [machine["name"] or machine["vendor"]]
-    title += [f"{key} {machine[key]}" for key in ("family", "model") if machine[key]]
+    title = [machine.get("gpu") or machine["name"] or machine["vendor"]]
+    if "gpu" not in machine:
+        title += [f"{key} {machine[key]}" for key in ("family", "model") if machine[key]]
     parts = [
         f"### {', '.join(title)}, {machine['cores']} cores",
         f"Instruction sets: {', '.join(machine['instruction_sets']) or 'unknown'}. [All figures](benchmarks/{name})",
     ]
-    for benchmark, table in (("train", training), ("loss", loss), ("attention", attention), ("products", products)):
+    for benchmark, table in (
+        ("train", training),
+        ("loss", loss),
+        ("attention", attention),
+        ("products", products),
+        ("gpu", gpu),
+    ):
         if benchmark in benchmarks:
             parts += table(benchmarks[benchmark])
     return "\n\n".join(parts) + "\n"
+
+
+def gpu(cases: dict[str, dict]) -> list[str]:
+    """How many checks of the operator's backends passed."""
+    case = cases["checks"]
+    verdicts = {key.split("_")[1]: [] for key in case["figures"] if key.startswith("check_")}
+    for key, verdict in case["figures"].items():
+        if key.startswith("check_") and not verdict.startswith("not available"):
+            verdicts[key.split("_")[1]].append(verdict == "ok")
+    counts = ", ".join(f"`{name}` {sum(found)} of {len(found)}" for name, found in verdicts.items())
+    return [f"Checks against the specification that passed, {case['date']}, JAX {case['versions']['jax']}: {counts}."]
 
 
 def training(cases: dict[str, dict]) -> list[str]:

@@ -12,7 +12,6 @@ from jax.extend.backend import get_backend
 from attnlab.ops import checks
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.dense import inert
-from attnlab.ops.logsumexp import finite_shift
 from attnlab.ops.mask_algebra import And
 from attnlab.ops.masks import Padding, as_band
 from attnlab.ops.meshes import over_shards
@@ -20,12 +19,11 @@ from attnlab.types import Array
 
 PLATFORM = "gpu"
 HAS_LSE = False  # JAX drops the gradient of its lse, and rounds it to q's type
-_HIDDEN = -1e9  # for −inf in a bias
 
 
 def reason_against(call: AttentionCall) -> str | None:
     """The reason why this backend cannot run a call, or None."""
-    q, k, v, head_dim, bias = call.q, call.k, call.v, call.q.shape[-1], call.bias
+    q, k, v, head_dim = call.q, call.k, call.v, call.q.shape[-1]
     band, paddings = _split(call.mask)
     has_window = band is not None and band.left is not None
     reasons = {
@@ -36,6 +34,7 @@ def reason_against(call: AttentionCall) -> str | None:
             head_dim == v.shape[-1] and head_dim % 8 == 0 and head_dim <= 128
         ),
         "it has no score mods": bool(call.score_mods),
+        "the gradient of a bias came out wrong on an H100, with JAX 0.11.2": call.bias is not None,
         "it has no sinks": call.sinks is not None,
         "it has another dropout than the other backends": bool(call.dropout_rate),
         "it has no positions": call.q_positions is not None or call.kv_positions is not None,
@@ -46,10 +45,7 @@ def reason_against(call: AttentionCall) -> str | None:
         or (band.right, band.left is None) not in ((None, True), (0, True), (0, False)),
         # The gradients of windows that are fully masked by the padding are not known to be right.
         "it supports no SlidingWindow with Padding": has_window and bool(paddings),
-        "it supports no Padding or SlidingWindow with a bias": bias is not None and (has_window or bool(paddings)),
-        # At other lengths its backward pass may return NaN (github.com/pytorch/pytorch/issues/196678).
-        f"with a bias, lengths {call.lengths} must be multiples of 128": bias is not None
-        and any(length % 128 for length in call.lengths),
+        f"with Padding, lengths {call.lengths} must be even": bool(paddings) and any(n % 2 for n in call.lengths),
         "an axis has length 0": 0 in (*q.shape, *k.shape),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -57,8 +53,7 @@ def reason_against(call: AttentionCall) -> str | None:
 
 def untried(call: AttentionCall) -> str | None:
     """The reason why "auto" leaves a call to other backends, or None."""
-    is_new = call.bias is not None or _split(call.mask)[1]
-    return "padding and bias have not run on a GPU: it runs when named" if is_new else None
+    return "no recorded run on a GPU has padding: it runs when named" if _split(call.mask)[1] else None
 
 
 def _is_there() -> bool:
@@ -80,33 +75,27 @@ def _terms(mask) -> list:
 
 def attend(call: AttentionCall) -> tuple[Array, None]:
     """(out, None)."""
-    (band, paddings), bias, scale, batch = _split(call.mask), call.bias, call.scale, call.batch
-    lengths = None
+    (band, paddings), scale, lengths = _split(call.mask), call.scale, None
     if paddings:
         paddings = [checks.clipped_to_int32(jnp.asarray(lengths)) for lengths in paddings]
         lengths = jnp.clip(functools.reduce(jnp.minimum, paddings), 0, call.lengths[1])
-        lengths = jnp.broadcast_to(lengths, batch)[..., None]
-    if bias is not None and bias.ndim == 2:
-        bias = bias.reshape((1,) * (len(batch) + 1) + bias.shape)
+        lengths = jnp.broadcast_to(lengths, call.batch)[..., None]
 
-    def kernel(q, k, v, others):
-        (bias, lengths), options, is_masked = others, {}, None
+    def kernel(q, k, v, lengths):
+        options = {}
         if lengths is not None:
             k, v, options = _padded(q, k, v, lengths)
-        if bias is not None:
-            options["bias"], is_masked = _bounded(bias, q, band.right == 0)
-        flat = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
         out = jax.nn.dot_product_attention(
-            *flat,
+            *(x.reshape(-1, *x.shape[-3:]) for x in (q, k, v)),
             scale=None if scale is None else float(scale),
             is_causal=band.right == 0,
             local_window_size=None if band.left is None else (band.left, 0),
             implementation="cudnn",
             **options,
         )
-        return (out if is_masked is None else jnp.where(is_masked, 0, out)).reshape(q.shape)
+        return out.reshape(q.shape)
 
-    return over_shards(kernel, call.q, call.k, call.v, (bias, lengths)), None
+    return over_shards(kernel, call.q, call.k, call.v, lengths), None
 
 
 def _padded(q, k, v, lengths):
@@ -118,25 +107,6 @@ def _padded(q, k, v, lengths):
     return inert(k, is_padding), inert(v, is_padding), {name: _mapped_like(q, x) for name, x in named.items()}
 
 
-def _bounded(bias, q, is_causal):
-    """The bias minus each row's max, `[B or 1, H or 1, Tq, Tk]`, and which rows are fully masked by −inf.
-
-    As the backward pass reads one float32 lse, a row of −1e9 would get wrong weights there.
-    """
-    batch, rows, columns = q.shape[:-3], q.shape[-3], bias.shape[-1]
-    bias = jnp.broadcast_to(bias, (*bias.shape[:-2], rows, columns)).astype(jnp.float32)
-    if bias.shape[:-3] != (1,) * len(batch):
-        bias = jnp.broadcast_to(bias, (*batch, *bias.shape[-3:]))
-    bias = bias.reshape(-1, *bias.shape[-3:])
-    is_hidden = jnp.isneginf(bias)
-    if is_causal:
-        is_hidden |= jnp.arange(columns) > jnp.arange(rows)[:, None]
-    highest = jax.lax.stop_gradient(jnp.where(is_hidden, -jnp.inf, bias).max(axis=-1, keepdims=True))
-    is_masked = jnp.isneginf(highest)
-    bias = jnp.where(is_hidden, jnp.where(is_masked, 0, _HIDDEN), bias - finite_shift(highest))
-    return _mapped_like(q, bias), jnp.swapaxes(is_masked, 1, 2)
-
-
 def _mapped_like(q, x):
-    """`x` with q's axes of `vmap` and `shard_map`, because JAX's gradient of a bias that lacks them is wrong."""
+    """`x` with q's axes of `vmap` and `shard_map`, which JAX's rule for this kernel expects."""
     return jax.lax.select(q[(0,) * q.ndim] == 0, x, x)

@@ -1,5 +1,7 @@
 """The platform that a program is compiled for, which may differ from this machine's."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 
@@ -8,10 +10,25 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 
 def platform_of(*arrays) -> str:
     """The platform, of `PLATFORMS`, of the arrays' mesh or the mesh in context; without a mesh, of this machine."""
+    device = _of_mesh(arrays)
+    platform = device.platform if device else jax.default_backend()
+    return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+
+
+def is_hopper(*arrays) -> bool | None:
+    """Whether the GPU, of the arrays' mesh or of this machine, is NVIDIA's Hopper, as an H100 is; None without one."""
+    if device := _of_mesh(arrays):
+        return bool(re.search(r"\bG?H\d+\b", device.device_kind))
+    if jax.default_backend() != "gpu":
+        return None
+    return str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
+
+
+def _of_mesh(arrays):
+    """The device of the arrays' mesh or of the mesh in context; None without a mesh."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.Array)]
     devices = (mesh.abstract_device for mesh in (*meshes, jax.sharding.get_abstract_mesh()))
-    platform = next((device.platform for device in devices if device), jax.default_backend())
-    return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+    return next((device for device in devices if device), None)
 
 
 def is_tf32(dtype, platform: str) -> bool:

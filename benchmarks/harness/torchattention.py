@@ -122,7 +122,7 @@ class Contenders:
         """Load a task `[B, T, H, D]` from the arrays of a folder: q.npy, k.npy, v.npy, d_out.npy; T.npy, the ids."""
         self.entered.clear()
         if self.device == "cuda":
-            torch.cuda.init_cache()  # memory that torch caches is missing to JAX
+            torch.cuda.empty_cache()  # memory that torch caches is missing to JAX
         arrays = [np.load(Path(folder) / f"{name}.npy").reshape(shape) for name in ("q", "k", "v", "d_out")]
         ids = np.load(Path(folder) / f"{shape[1]}.npy")
         self.task = task(mask, arrays, window, ids, self.device, dtype)

@@ -21,12 +21,12 @@ from attnlab.ops.masks import Causal, PrefixLM, Segments, SlidingWindow
 from attnlab.ops.meshes import is_checked_manual, over_shards
 from attnlab.ops.mosaic import programs
 from attnlab.ops.mosaic.programs import TILE
+from attnlab.ops.platforms import is_hopper
 from attnlab.ops.schedule import EMPTY, FULL, PARTIAL, block_masks, visit_order
 from attnlab.ops.tiles import WHOLE, padded
 from attnlab.types import Array
 
 PLATFORM = "gpu"
-CHECKED = ("9.0",)  # compute capabilities of which docs/benchmarks has a run whose checks passed
 _interpreter = []  # parameters, innermost last
 
 
@@ -50,10 +50,12 @@ def is_interpreted() -> bool:
 
 
 def untried(call: AttentionCall) -> str | None:
-    """The reason why "auto" leaves a call to other backends, or None."""
-    if is_interpreted() or _capability() in CHECKED:
-        return None
-    return "no run on such a GPU has passed its checks yet: it runs when named"
+    """The reason why "auto" leaves a call to other backends, or None.
+
+    On Hopper a recorded run has passed its checks: docs/benchmarks/nvidia-h100-80gb-hbm3.json.
+    """
+    is_known = is_interpreted() or is_hopper(call.q, call.k, call.v)
+    return None if is_known else "nothing tells that it is for a Hopper GPU: it runs when named"
 
 
 def reason_against(call: AttentionCall) -> str | None:
@@ -61,7 +63,7 @@ def reason_against(call: AttentionCall) -> str | None:
     q, k, v = call.q, call.k, call.v
     reasons = {
         f"it needs JAX 0.11 or newer, and this is {jax.__version__}": jax.__version_info__ < (0, 11),
-        "it needs a Hopper GPU, of compute capability 9.0": not _is_hopper(),
+        "it needs a Hopper GPU, e.g. an H100": is_hopper(q, k, v) is False and not is_interpreted(),
         f"it has no {q.dtype}, only bfloat16": q.dtype != jnp.bfloat16,
         "q, k and v must have one type": not q.dtype == k.dtype == v.dtype,
         f"heads of {q.shape[-1]} and {v.shape[-1]} features: it supports 64 and 128": (q.shape[-1], v.shape[-1])
@@ -72,19 +74,10 @@ def reason_against(call: AttentionCall) -> str | None:
         "it chooses its own tile sizes": call.block_sizes is not None,
         "it computes no part of a call": call.shard != WHOLE,
         "within shard_map it needs check_vma=False": is_checked_manual(q, k, v),
+        "it needs numbers for the lengths of all axes": not all(isinstance(n, int) for n in (*q.shape, *k.shape)),
         "an axis has length 0": 0 in (*q.shape, *k.shape),
     }
     return next((reason for reason, holds in reasons.items() if holds), None) or _reason_against_programs(call)
-
-
-def _capability() -> str | None:
-    """The compute capability of the GPU; None without one."""
-    return str(getattr(jax.devices()[0], "compute_capability", "")) if jax.default_backend() == "gpu" else None
-
-
-def _is_hopper() -> bool:
-    """Whether the GPU is of Hopper, whose matrix products the kernels use; without a GPU nothing tells."""
-    return is_interpreted() or _capability() in (None, "9.0")
 
 
 def _reason_against_programs(call: AttentionCall) -> str | None:
@@ -107,21 +100,22 @@ def _attend(call: AttentionCall, interpret) -> Result:
     from attnlab.ops.mosaic.kernels import Plan
 
     (mask, of_mask), (mod, of_mod) = programs.mask_program(call), programs.mod_program(call)
-    lists = _lists(call)
+    # A mod's operand along keys has a gradient for each query head, so that each has keys of its own.
+    is_apart = mod is not None and any(x.is_learned and x.along == "keys" for x in mod.operands)
+    lists = _lists(call, call.num_heads if is_apart else call.k.shape[-2])
+    group = call.num_heads // call.k.shape[-2]
     k, v = _inert(call)
-    group = call.num_heads // k.shape[-2]
-    if mod is not None and group > 1 and any(x.is_learned and x.along == "keys" for x in mod.operands):
-        k, v, group = (*(jnp.repeat(x, group, axis=-2) for x in (k, v)), 1)  # a gradient for each query head
-        lists = _lists(call.replace(k=k, v=v))
     q, k, v = (padded(x, -(-x.shape[-3] // TILE) * TILE, axis=-3) for x in (call.q, k, v))
     scale = q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
-    plan = Plan(mask, mod, scale, group, call.sinks is not None, interpret)
+    plan = Plan(mask, mod, scale, 1 if is_apart else group, call.sinks is not None, interpret)
     sinks = jnp.zeros(call.num_heads) if call.sinks is None else call.sinks
     sinks = sinks.astype(jnp.float32).reshape(*(1,) * len(call.batch), -1)
     fixed, learned = [*of_mask, *of_mod], [of_mod[n] for n in plan.learned]
 
     def run(q, k, v, others):
         batch = q.shape[:-3]
+        if is_apart:
+            k, v = (jnp.repeat(x, group, axis=-2) for x in (k, v))
 
         def flat(x):
             lead = x.shape[: len(batch)]
@@ -135,13 +129,12 @@ def _attend(call: AttentionCall, interpret) -> Result:
     return out[..., :length, :, :], tuple(x[..., :length, :] for x in log_sums)
 
 
-def _lists(call: AttentionCall) -> tuple:
+def _lists(call: AttentionCall, kv_heads: int) -> tuple:
     """For blocks of queries and for blocks of keys: tiles to visit `[*batch or 1s, heads or 1, n, m]`, and how many are
     FULL and how many are not EMPTY `[..., n, 2]`."""
     kinds = block_masks(call.mask, call.lengths, (TILE, TILE), **_where(call))
     kinds = kinds.reshape(*(1,) * (len(call.batch) + 3 - kinds.ndim), *kinds.shape) if call.batch else kinds[0]
     of_keys = kinds.swapaxes(-1, -2)
-    kv_heads = call.k.shape[-2]
     if of_keys.shape[-3] > kv_heads:  # what any query head of a key head visits
         of_keys = of_keys.reshape(*of_keys.shape[:-3], kv_heads, -1, *of_keys.shape[-2:])
         is_empty, is_full = (of_keys == EMPTY).all(-3), (of_keys == FULL).all(-3)

@@ -19,8 +19,7 @@ from attnlab.ops.mosaic.programs import LOG2E, ROWS, TILE, Program, evaluate, wi
 GROUPS = TILE // ROWS  # warpgroups that compute
 WGMMA = mg.Layout.WGMMA
 LOWEST = -3e38  # a running max that no score undercuts; finite, so that LOWEST − LOWEST is 0
-# By features of a head, of the forward pass, of dq, of dk and dv: columns of a tile, and tiles in flight, as measured on
-# an H100.
+# By features of a head, for the forward pass, dq, and dk with dv: columns of a tile, and tiles in flight (on an H100).
 TILES = {64: ((128, 3), (128, 2), (64, 3)), 128: ((128, 2), (64, 2), (64, 2))}
 
 

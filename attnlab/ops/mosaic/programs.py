@@ -30,6 +30,7 @@ _ELEMENTWISE = {
     *("exp", "exp2", "log", "log2", "tanh", "and", "or", "not", "xor", "eq", "ne", "lt", "le", "gt", "ge"),
     *("select_n", "clamp", "convert_element_type", "broadcast_in_dim"),
 }
+_PLACED = ("reshard", "pvary", "pcast")  # a number on a mesh
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 
 
@@ -318,6 +319,8 @@ def _require_elementwise(closed) -> None:
         name = equation.primitive.name
         if name in _CALLS:
             _require_elementwise(jaxprs.inner(equation))
+        elif name in _PLACED:
+            continue
         elif name not in _ELEMENTWISE or (name == "broadcast_in_dim" and equation.invars[0].aval.shape):
             raise RefusedError(f"a function is not elementwise: it has {name}")
 
@@ -329,6 +332,8 @@ def _lowered(equation, values) -> list | None:
         return jaxprs.evaluate(jaxprs.inner(equation), values, _lowered)
     if name == "tanh":
         return [tanh(values[0])]
+    if name in _PLACED:
+        return values
     if name == "reshape" and out.shape == equation.invars[0].aval.shape:  # of a derivative on a mesh
         return values
     if name == "add_any":
@@ -343,7 +348,8 @@ def _lowered(equation, values) -> list | None:
     if out.dtype == bool and name == "select_n":
         which, *cases = values
         return [lax.select_n(which, *map(_as_integer, cases)) != 0]
-    return None
+    shape = jnp.broadcast_shapes(*map(jnp.shape, values))
+    return jaxprs.bind(equation, [jnp.full(shape, x) if shape != jnp.shape(x) else x for x in values])
 
 
 def _as_integer(x):
