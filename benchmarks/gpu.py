@@ -144,7 +144,7 @@ def _checked(values, setup) -> tuple[list[int], list[int]]:
 
 @contextlib.contextmanager
 def _torch(values, folder, report):
-    """What starts torch in a process of its own, with CUDA libraries of its own; None if torch is not installed."""
+    """Starts torch in a process of its own, with CUDA libraries of its own; None if torch is not installed."""
     if not values.peer_python and not importlib.util.find_spec("torch"):
         print("torch is not installed, so torch and nanoGPT are left out: give a Python that has it by --peer_python")
         yield None

@@ -335,7 +335,7 @@ def _contenders(label, task, torch, folder) -> dict[str, Callable]:
 
 
 def _save(task, folder) -> None:
-    """The inputs of a task, which are those of all tasks, in other shapes, and its ids."""
+    """Save the inputs of a task, which all tasks have in other shapes, and its ids."""
     for name in ("q", "k", "v", "d_out"):
         if not (folder / f"{name}.npy").exists():
             np.save(folder / f"{name}.npy", np.asarray(getattr(task, name).astype(jnp.float32)))

@@ -1,6 +1,6 @@
 """Attention with any mask and score mod on NVIDIA's Hopper, by Pallas' Mosaic GPU.
 
-The formulas are those of `attnlab.ops.blockwise`: a running max and sum in the forward pass, and a backward pass that
+The formulas stand in `attnlab.ops.blockwise`: a running max and sum in the forward pass, and a backward pass that
 computes the scores of each tile again, once for dq and once for dk and dv. `schedule` lists the tiles of 128 × 128 that
 hold a visible pair; `programs` turns masks and score mods into functions of a tile; `kernels` are the three loops over
 tiles, in which a line is a term of the formulas; `passes` are their derivative and `vmap`.

@@ -24,7 +24,7 @@ TILES = {64: ((128, 3), (128, 2), (64, 3)), 128: ((128, 2), (64, 2), (64, 2))}
 
 
 class Plan(NamedTuple):
-    """What is static of a call whose batch axes are one.
+    """The static part of a call whose batch axes are one.
 
     Attributes:
       mask, mod: their programs; of the operands, the first are the mask's.
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """What a score is multiplied by to be an exponent of 2: mods take it in logits."""
+        """The factor from scores to exponents of 2; mods take scores in logits."""
         return LOG2E * (1.0 if self.mod or self.scale <= 0 else self.scale)
 
     @property

@@ -151,6 +151,8 @@ class _Handle:
         raise RefusedError("an array is taken as a whole, or by pairs")
 
     def __getitem__(self, index):
+        if self.tile is None:
+            raise RefusedError("it indexes an array itself: tile.of_queries, of_keys, of_heads and of_examples do")
         handle = _Handle(self.array, (*self.index, *(index if isinstance(index, tuple) else (index,))))
         handle.tile = self.tile
         return self.tile.indexed(handle) if len(handle.index) == self.ndim else handle
@@ -163,8 +165,8 @@ def _with_handles(node):
 class _Tile:
     """A tile that notes what is taken from it; the places of `attnlab.ops.tiles.Tile`."""
 
-    def __init__(self, call: AttentionCall, shape, q, k, scores=None, given=None):
-        self.call, self.shape, self.scores, self.given = call, shape, scores, given
+    def __init__(self, call: AttentionCall, shape, q, k, scores=None, values=None):
+        self.call, self.shape, self.scores, self.values = call, shape, scores, values
         self.q_index, self.kv_index, self.operands, self._known = q, k, [], {}
 
     @property
@@ -214,7 +216,10 @@ class _Tile:
     def apply(self, fn, coordinates, arrays, kind):
         """`fn` at all points at once; its arrays are indexed by coordinates alone."""
         self.coordinates = coordinates[-4:]
-        return fn(*coordinates, *(x.on(self) for x in arrays))
+        result = jnp.asarray(fn(*coordinates, *(x.on(self) for x in arrays)))
+        if not jnp.issubdtype(result.dtype, kind):
+            raise RefusedError(f"a function returned {result.dtype}, not {kind.__name__}")
+        return result
 
     def indexed(self, handle: _Handle):
         """An operand of an array at `[example or a number, head, query or key]`, in any order."""
@@ -259,10 +264,10 @@ class _Tile:
     def _operand(self, key, make: Callable, along="", rows=0):
         if key not in self._known:
             self._known[key] = len(self._known)
-            if self.given is None:
+            if self.values is None:
                 self.operands.append((_as_word(make()), along, rows))
         at = self._known[key]
-        return jnp.zeros(self.shape, self.operands[at][0].dtype) if self.given is None else self.given[at]
+        return jnp.zeros(self.shape, self.operands[at][0].dtype) if self.values is None else self.values[at]
 
 
 def _as_word(x):
@@ -283,8 +288,8 @@ def _filled(x, tile):
 
 
 def _recorded(function: Callable, call: AttentionCall, scores: bool = False) -> tuple[Program, list[Array]]:
-    def on_tile(shape, given, q, k, *rest):
-        tile = _Tile(call, shape, q, k, *rest, given=given)
+    def on_tile(shape, values, q, k, *rest):
+        tile = _Tile(call, shape, q, k, *rest, values=values)
         return function(tile), tile.operands
 
     places = [jnp.int32, jnp.int32, *[jnp.float32] * scores]
