@@ -138,15 +138,16 @@ def score_of_arrays_of_every_kind(s, b, h, i, j, by_head, by_key, by_key_and_hea
 
 
 def shifted(s, b, h, i, j):
-    """Every third row 1e9 lower, which leaves its scores no digit in float32; in float64 they are rounded to it."""
-    return jnp.where(i % 3 == 0, (s - 1e9).astype(jnp.float32).astype(s.dtype), s)
+    """Some rows 1e9 lower, which leaves their scores no digit in float32, and some 1e5; rounded also in float64."""
+    return (s - jnp.where(i % 4 == 0, 1e9, jnp.where(i % 4 == 2, 1e5, 0.0))).astype(jnp.float32).astype(s.dtype)
 
 
 DOCUMENTS, IDS_OF_TWO = np.sort(integers(4, 2, 256)), integers(3, 2, 128)
 BLOCKS, HIDDEN = RANDOM.random((1, 4, 4, 4)) < 0.4, RANDOM.random(128) < 0.8
+BLOCKS[0, 0, 2:, :2] = True  # a tile that one head of a group sees whole, and the other in part
 FORGOTTEN = np.cumsum(-0.1 * RANDOM.random((2, 256, 2)), axis=-2)
 POSITIONS = {"q_positions": np.arange(100) + 450, "kv_positions": np.arange(600)}
-ARRAYS = {"by_head": (2,), "by_key": (200,), "by_key_and_head": (200, 2), "by_query": (1, 200), "number": ()}
+ARRAYS = {"by_head": (4,), "by_key": (200,), "by_key_and_head": (200, 4), "by_query": (1, 200), "number": ()}
 
 # By name: a shape, arrays that have gradients, and the terms of the call that they make. Tiles are of 128 × 128.
 CASES = {
@@ -185,7 +186,7 @@ CASES = {
         lambda sinks, slopes: {"mask": Causal(), "score_mod": ALiBi(slopes), "sinks": sinks} | POSITIONS,
     ),
     "score function of arrays of every kind, ragged": (
-        Shape(queries=200, keys=200),
+        Shape(queries=200, keys=200, heads=4, kv_heads=2),
         {name: RANDOM.normal(size=shape) for name, shape in ARRAYS.items()},
         lambda **arrays: {"score_mod": (SoftCap(3.0), ScoreFn(score_of_arrays_of_every_kind, *arrays.values()))},
     ),
