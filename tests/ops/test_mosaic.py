@@ -143,7 +143,7 @@ def shifted(s, b, h, i, j):
 
 
 DOCUMENTS, IDS_OF_TWO = np.sort(integers(4, 2, 256)), integers(3, 2, 128)
-BLOCKS, HIDDEN = RANDOM.random((1, 4, 4, 4)) < 0.4, RANDOM.random(128) < 0.8
+BLOCKS, HIDDEN = RANDOM.random((1, 4, 3, 3)) < 0.4, RANDOM.random(128) < 0.8
 BLOCKS[0, 0, 2:, :2] = True  # a tile that one head of a group sees whole, and the other in part
 FORGOTTEN = np.cumsum(-0.1 * RANDOM.random((2, 256, 2)), axis=-2)
 POSITIONS = {"q_positions": np.arange(100) + 450, "kv_positions": np.arange(600)}
@@ -174,7 +174,11 @@ CASES = {
         lambda cap: {"mask": PrefixLM(np.array([200])), "score_mod": SoftCap(cap)},
     ),
     "algebra": (Shape(), {}, lambda: {"mask": ~Causal() | (SlidingWindow(3) & ~SlidingWindow(0))}),
-    "blocks of heads": (Shape(heads=4, kv_heads=2), {}, lambda: {"mask": BlockSparse(BLOCKS, 64) & Causal()}),
+    "blocks of heads, ragged": (
+        Shape(queries=190, keys=190, heads=4, kv_heads=2),
+        {},
+        lambda: {"mask": BlockSparse(BLOCKS, 64) & Causal()},
+    ),
     "mask function of arrays of every kind": (
         Shape(batch=2, queries=128, keys=128),
         {},
