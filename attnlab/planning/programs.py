@@ -158,7 +158,8 @@ def custom_calls(computations: dict[str, list[Instruction]]) -> tuple[dict[str, 
 def _kernel(target: str, name: str) -> str:
     if target == "tpu_custom_call":  # a Pallas kernel, after which XLA names the instruction
         return re.sub(r"(\.(\d+|clone|remat\d*))+$", "", name)
-    return target.strip("_").replace("$", "_") if "fmha" in target else ""
+    is_attention = "fmha" in target or target.startswith("mosaic_gpu")
+    return target.strip("_").replace("$", "_") if is_attention else ""
 
 
 def _blocks(computations, name, times: int, loops: set) -> Iterator[tuple[list[Instruction], int]]:

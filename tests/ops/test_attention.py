@@ -41,7 +41,7 @@ POSITIONS = {"q_positions": np.arange(5, dtype=np.int32), "kv_positions": np.ara
         ({"q_positions": np.arange(4, dtype=np.int32)}, r"q_positions has shape \(4,\), .*\(5,\)"),
         ({"dropout_rate": 0.5}, "needs dropout_key"),
         ({"dropout_rate": 1.0}, r"dropout_rate = 1\.0: .*probability"),
-        ({"impl": "flash"}, "impl = 'flash' .*'cudnn', 'splash', 'd"),
+        ({"impl": "flash"}, "impl = 'flash' .*'cudnn', 'mosaic', 'splash', 'd"),
         ({"block_sizes": (0, 4)}, r"block_sizes = \(0, 4\)"),
         ({"impl": "dense", "block_sizes": (4, 4)}, "impl = 'dense' .*no tiles"),
         ({"impl": "splash"}, "impl = 'splash' .*tpu, .*cpu; .*'blockw"),

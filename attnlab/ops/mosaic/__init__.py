@@ -7,6 +7,7 @@ tiles, in which a line is a term of the formulas; `passes` are their derivative 
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import numpy as np
 
 from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.mask_algebra import And, Mask, Or
-from attnlab.ops.masks import Causal, PrefixLM, Segments, SlidingWindow
+from attnlab.ops.masks import Causal, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.ops.meshes import is_checked_manual, over_shards
 from attnlab.ops.mosaic import programs
 from attnlab.ops.mosaic.programs import TILE
@@ -155,8 +156,9 @@ def _inert(call: AttentionCall) -> tuple[Array, Array]:
     if call.mask is None or (_attend_to_themselves(call.mask) and _is_aligned(call)):
         return call.k, call.v
     q_length, kv_length = call.lengths
-    rows = max(TILE, -(-q_length // 64))
-    visible = call.mask.tiles(q_length, kv_length, (rows, 1), **_where(call))[0].any(-2)  # [..., H or 1, Tk]
+    mask = call.mask if _is_exact(call.mask, _is_aligned(call)) else _Evaluated(call.mask)
+    visible = mask.tiles(q_length, kv_length, (max(TILE, -(-q_length // 64)), 1), **_where(call))[0]
+    visible = visible.any(-2)  # [..., H or 1, Tk]
     if isinstance(visible, np.ndarray) and visible.all():
         return call.k, call.v
     if visible.shape[-2] > 1:
@@ -164,6 +166,32 @@ def _inert(call: AttentionCall) -> tuple[Array, Array]:
     visible = jnp.asarray(visible).swapaxes(-1, -2)[..., None]
     visible = visible if call.batch else visible[0]
     return jnp.where(visible, call.k, 0), jnp.where(visible, call.v, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Evaluated(Mask):
+    """The same mask, whose tiles are found by evaluating it at all pairs."""
+
+    mask: Mask
+
+    def visible(self, tile):
+        return self.mask.visible(tile)
+
+    def for_tiles(self, *lengths):
+        return _Evaluated(self.mask.for_tiles(*lengths))
+
+
+def _is_exact(mask: Mask, is_aligned: bool) -> bool:
+    """Whether the bounds of a block of queries tell of each key whether any of these queries attends to it."""
+    match mask:
+        case Padding() | Causal():
+            return True
+        case SlidingWindow() | PrefixLM():
+            return is_aligned
+        case And(a, b):
+            is_by_key = isinstance(a, Padding) or isinstance(b, Padding)
+            return is_by_key and _is_exact(a, is_aligned) and _is_exact(b, is_aligned)
+    return False
 
 
 def _is_aligned(call: AttentionCall) -> bool:

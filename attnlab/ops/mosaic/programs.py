@@ -142,10 +142,10 @@ class _Handle:
 
     def on(self, tile):
         """The handle, or the value of an array of shape ()."""
-        if self.ndim == 0:
-            return tile.of_examples(self)
+        if self.dtype not in (bool, jnp.int32) and not jnp.issubdtype(self.dtype, jnp.floating):
+            raise RefusedError(f"an array of type {self.dtype}, which wraps otherwise than int32")
         self.tile = tile
-        return self
+        return tile.of_examples(self) if self.ndim == 0 else self
 
     def __jax_array__(self):
         raise RefusedError("an array is taken as a whole, or by pairs")
@@ -159,7 +159,11 @@ class _Handle:
 
 
 def _with_handles(node):
-    return jax.tree.map(lambda x: _Handle(x if isinstance(x, jax.Array) else np.asarray(x)), node)
+    def handle(x):
+        x = x if isinstance(x, jax.Array) else np.asarray(x)
+        return _Handle(x.astype(jax.dtypes.canonicalize_dtype(x.dtype)) if isinstance(x, np.ndarray) else x)
+
+    return jax.tree.map(handle, node)
 
 
 class _Tile:
@@ -194,7 +198,7 @@ class _Tile:
         return self._of_length(x.array, "keys", per_head)
 
     def of_examples(self, x):
-        return self._operand(id(x.array), lambda: jnp.reshape(x.array, (*(x.shape or self._ones), 1)))
+        return _typed(self._operand(id(x.array), lambda: jnp.reshape(x.array, (*(x.shape or self._ones), 1))), x)
 
     def of_heads(self, x):
         return self._operand(id(x.array), lambda: jnp.reshape(x.array, (*self._ones, -1)))
@@ -207,9 +211,10 @@ class _Tile:
             raise RefusedError(f"blocks of {size}: their size must be a multiple of {ROWS}")
 
         def of_keys():
-            length = self.call.lengths[1]
+            q_length, length = self.call.lengths
             blocks = jnp.repeat(jnp.asarray(x.array), size, axis=-1)[..., :length].astype(jnp.int32)
-            return self._with_lead(padded(blocks, _whole(length)), rank=3)
+            blocks = padded(padded(blocks, _whole(length)), -(-_whole(q_length) // size), axis=-2)
+            return self._with_lead(blocks, rank=3)
 
         return self._operand((id(x.array), size), of_keys, "blocks", size) != 0
 
@@ -242,7 +247,7 @@ class _Tile:
             array = array.reshape(*batch, *(() if "h" in axes else (1,)), *rest)
             return padded(array, _whole(array.shape[-1])) if along else array
 
-        return self._operand((id(handle.array), *map(str, index)), in_order, along)
+        return _typed(self._operand((id(handle.array), *map(str, index)), in_order, along), handle)
 
     def _of_length(self, x, along, per_head=False):
         def by_head():
@@ -277,6 +282,10 @@ def _as_word(x):
     if x.dtype.itemsize > 4 or (x.dtype.itemsize == 4 and not jnp.issubdtype(x.dtype, jnp.signedinteger)):
         raise RefusedError(f"an array of type {x.dtype}")
     return jnp.asarray(x, jnp.int32)
+
+
+def _typed(x, handle: _Handle):
+    return x != 0 if handle.dtype == bool else x
 
 
 def _whole(length: int) -> int:
