@@ -1,6 +1,7 @@
-"""Mosaic takes what its kernels honour, and only when it is named; in JAX's interpreter its numbers are dense's."""
+"""Mosaic takes what its kernels honour, and "auto" takes it on Hopper; in JAX's interpreter its numbers are dense's."""
 
 import functools
+import json
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import attnlab
 from attnlab.masks import BlockSparse, Causal, Dense, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.ops import mosaic
 from attnlab.score_mods import ALiBi, Forget, RelativeBias, ScoreFn, SoftCap
+from tests.runs import REPOSITORY
 
 needs_jax_011 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's kernels need JAX 0.11")
 RANDOM = np.random.default_rng(0)
@@ -303,3 +305,10 @@ def test_derivatives_of_second_order_are_refused_by_name():
 
     with mosaic.interpreted(), pytest.raises(ValueError, match="impl = 'mosaic' has no derivatives of second order"):
         jax.eval_shape(jax.grad(lambda q: jax.grad(total)(q).astype(jnp.float32).sum()), Q)
+
+
+def test_recorded_run_on_hopper_has_passed_the_checks_by_which_auto_chooses_mosaic():
+    record = json.loads((REPOSITORY / "docs" / "benchmarks" / "nvidia-h100-80gb-hbm3.json").read_text())
+    figures = record["benchmarks"]["gpu"]["checks"]["figures"]
+    verdicts = [x for name, x in figures.items() if name.startswith("check_mosaic") and name.endswith("bfloat16")]
+    assert record["machine"]["compute_capability"] == "9.0" and verdicts == ["ok"] * 10
