@@ -296,7 +296,8 @@ def _record(report, task, label, which, seconds) -> None:
         row[name] = f"{1e3 * median:.3f}" + (f" ({ratio:.2f})" if ratio else "") + f" {flops / median / 1e12:.3g}"
         key = f"{task.mask}_t{length}_d{head_dim}_{which}".replace(" ", "_")
         report.figures.update({f"ms_{key}_{called}": 1e3 * median, f"tflops_{key}_{called}": flops / median / 1e12})
-        report.figures[f"spread_{key}_{called}"] = (max(taken) - min(taken)) / median
+        if len(taken) > 1:
+            report.figures[f"spread_{key}_{called}"] = (max(taken) - min(taken)) / median
         if name in _KEYS and ratio:
             report.figures[f"ratio_{key}_vs_{called}"] = ratio
 
