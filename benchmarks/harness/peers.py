@@ -100,9 +100,9 @@ def mask_of(task: Task, *ids: jax.Array) -> Mask:
 
 def mod_of(task: Task) -> ScoreMod | None:
     """The task's score mod as attnlab's."""
-    return {"soft cap": lambda: SoftCap(30.0), "alibi": lambda: ALiBi(alibi_slopes(task.q.shape[-2]))}.get(
-        task.mask, lambda: None
-    )()
+    if task.mask == "soft cap":
+        return SoftCap(30.0)
+    return ALiBi(alibi_slopes(task.q.shape[-2])) if task.mask == "alibi" else None
 
 
 def jax_nn(task: Task, attend: Callable = jax.nn.dot_product_attention) -> Contender:

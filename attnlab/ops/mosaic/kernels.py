@@ -124,6 +124,15 @@ class _Tile(NamedTuple):
 
         return out, pull
 
+    def pulled(self, pull, d, at, is_partial):
+        """The gradients of the scores, and of the operands `at` among the learned, each summed over its rows."""
+        d_scores, d_learned = pull(d)
+        if self.plan.mod is None:
+            return d_scores, []
+        # A mod may be without derivative where it is masked.
+        d_learned = [self.masked(d_learned[n], 0.0, is_partial).sum(axis=1) for n in at]
+        return self.masked(d_scores, 0.0, is_partial), d_learned
+
     def _scaled(self, scores):
         return scores * self.plan.scale if self.plan.mod or self.plan.scale <= 0 else scores
 
@@ -164,6 +173,16 @@ def _accumulated(plan: Plan, *products: tuple) -> list:
 
 def _tiled(shape, dtype):
     return mg.SMEM(shape, dtype, transforms=(mg.TilingTransform((8, 64)), mg.SwizzleTransform(128)))
+
+
+def _store(results, me, b, h, rows) -> None:
+    """Write the rows of a warpgroup: for each result the value, its buffer, and `[B, T, H, D]` or `[B, H, T]`."""
+    for x, smem, _ in results:
+        smem.at[me][...] = x
+    mg.commit_smem()
+    for x, smem, ref in results:
+        mg.copy_smem_to_gmem(smem.at[me], ref.at[b, rows, h] if x.ndim == 2 else ref.at[b, h, rows])
+    mg.wait_smem_to_gmem(0)
 
 
 def _streamed(count, stages: int, consumed, fetch: Callable) -> None:
@@ -287,12 +306,8 @@ def forward(plan: Plan, q, k, v, sinks, lists, operands):
             acc, m, l = lax.fori_loop(0, count, step, (_full((ROWS, size), 0.0), m, l))
             pl.when(me == 0)(switch)
             acc *= _rows(1 / jnp.maximum(l, 1e-30), acc.shape)
-            mine[...], m_smem.at[me][...], l_smem.at[me][...] = acc.astype(q.dtype), m, l
-            mg.commit_smem()
-            mg.copy_smem_to_gmem(mine, o_ref.at[b, rows, h])
-            for smem, ref in ((m_smem, m_ref), (l_smem, l_ref)):
-                mg.copy_smem_to_gmem(smem.at[me], ref.at[b, h, rows])
-            mg.wait_smem_to_gmem(0)
+            results = (acc.astype(q.dtype), qo_smem, o_ref), (m, m_smem, m_ref), (l, l_smem, l_ref)
+            _store(results, me, b, h, rows)
 
         @pl.when(me == GROUPS)
         def _copy():
@@ -375,25 +390,15 @@ def backward_queries(plan: Plan, q, k, v, do, m, delta, lists, operands):
                 p = tile.masked(jnp.exp2(s * plan.unit - _rows(m, shape)), 0.0, is_partial)
                 dp = _product(do_smem.at[me], v_smem.at[slot].transpose((1, 0)), shape)
                 mg.barrier_arrive(v_out.at[slot])
-                ds, d_learned = pull(p * (dp - _rows(delta, shape)))
-                if plan.mod is not None:  # a mod may be without derivative where it is masked
-                    ds = tile.masked(ds, 0.0, is_partial)
-                    d_learned = [tile.masked(d_learned[n], 0.0, is_partial) for n in at]
-                sums = [total + d.sum(axis=1) for total, d in zip(sums, d_learned)]
+                ds, d_sums = tile.pulled(pull, p * (dp - _rows(delta, shape)), at, is_partial)
                 [dq] = _accumulated(plan, (dq, ds.astype(k.dtype), k_smem.at[slot]))
                 mg.barrier_arrive(k_out.at[slot])
-                return dq, *sums
+                return dq, *map(jnp.add, sums, d_sums)
 
             zeros = (_full((ROWS, size), 0.0), *(_vector(0.0) for _ in learned))
             dq, *sums = lax.fori_loop(0, tiles.steps, step, zeros)
-            q_smem.at[me][...] = (dq * plan.scale).astype(q.dtype)
-            for smem, total in zip(sums_smem, sums):
-                smem.at[me][...] = total
-            mg.commit_smem()
-            mg.copy_smem_to_gmem(q_smem.at[me], dq_ref.at[b, rows, h])
-            for smem, ref in zip(sums_smem, sum_refs):
-                mg.copy_smem_to_gmem(smem.at[me], ref.at[b, h, rows])
-            mg.wait_smem_to_gmem(0)
+            dq = (dq * plan.scale).astype(q.dtype)
+            _store([(dq, q_smem, dq_ref), *zip(sums, sums_smem, sum_refs)], me, b, h, rows)
 
         @pl.when(me == GROUPS)
         def _copy():
@@ -458,27 +463,17 @@ def backward_keys(plan: Plan, q, k, v, do, m, delta, lists, operands):
                 else:
                     zeros = _full(shape, 0.0)
                     dv, dp = _accumulated(plan, (dv, p.astype(q.dtype), do_smem.at[slot]), (zeros, *of_values))
-                ds, d_learned = pull(p * (dp - across(delta_smem)))
+                ds, d_sums = tile.pulled(pull, p * (dp - across(delta_smem)), at, is_partial)
                 mg.barrier_arrive(do_out.at[slot])
-                if plan.mod is not None:
-                    ds = tile.masked(ds, 0.0, is_partial)
-                    d_learned = [tile.masked(d_learned[n], 0.0, is_partial) for n in at]
-                sums = [total + d.sum(axis=1) for total, d in zip(sums, d_learned)]
                 [dk] = _accumulated(plan, (dk, ds.astype(q.dtype), q_smem.at[slot]))
                 mg.barrier_arrive(q_out.at[slot])
-                return dk, dv, *sums
+                return dk, dv, *map(jnp.add, sums, d_sums)
 
             zeros = (*(_full((ROWS, size), 0.0) for _ in "kv"), *(_vector(0.0) for _ in learned))
             dk, dv, *sums = lax.fori_loop(0, tiles.steps * group, step, zeros)
-            k_smem.at[me][...], v_smem.at[me][...] = (dk * plan.scale).astype(k.dtype), dv.astype(v.dtype)
-            for smem, total in zip(sums_smem, sums):
-                smem.at[me][...] = total
-            mg.commit_smem()
-            mg.copy_smem_to_gmem(k_smem.at[me], dk_ref.at[b, keys, h])
-            mg.copy_smem_to_gmem(v_smem.at[me], dv_ref.at[b, keys, h])
-            for smem, ref in zip(sums_smem, sum_refs):
-                mg.copy_smem_to_gmem(smem.at[me], ref.at[b, h, keys])
-            mg.wait_smem_to_gmem(0)
+            dk, dv = (dk * plan.scale).astype(k.dtype), dv.astype(v.dtype)
+            results = (dk, k_smem, dk_ref), (dv, v_smem, dv_ref), *zip(sums, sums_smem, sum_refs)
+            _store(results, me, b, h, keys)
 
         @pl.when(me == GROUPS)
         def _copy():
