@@ -158,6 +158,7 @@ class ParallelFields:
 
     strategy: str = option("mesh (jit with named sharding) or pmap", "mesh", choices=("pmap", "mesh"))
     timeout: int = option("seconds without a step after which another process is considered dead", 300, low=1)
+    steps_per_call: int = option("most updates of one call of the devices, which lasts a second at most", 1, low=1)
     mesh: Mesh = Mesh()
 
 

@@ -89,9 +89,10 @@ def train(
         `[B, T]`, and returns logits `[B, T, V or more]`. It is not sampled from. Pass an equal model when resuming.
       optimizer: an optax transformation in place of `config.optimizer`, of which only `accumulation` and `ema` are then
         used. Pass an equal optimizer when resuming. It has layers one by one, unless `config.model.scan` is True.
-      on_step: called after every step, in every process, as `on_step(step, metrics)`: the number of updates done, and
+      on_step: called for every step, in every process, as `on_step(step, metrics)`: the number of updates done, and
         float32 scalars on the devices: `loss` (nats per token) and `grad_norm` before the update, `param_norm` after
-        it, and `skipped` if `config.on_nonfinite` is "skip". Reading a metric waits for the step.
+        it, and `skipped` if `config.on_nonfinite` is "skip". Reading a metric waits for the call of the devices, of
+        `config.parallel.steps_per_call` steps.
       on_phase: `with on_phase(name)` surrounds each phase of the run, see `PHASES` in `attnlab.training.checkpoints`.
       tracker: makes a tracker of this start, besides TensorBoard, in the first process: `tracker(workdir, saved)`, with
         the content of `config.json`, returns an `attnlab.training.trackers.Tracker`. What it raises ends the run.
@@ -134,7 +135,7 @@ def train(
                 has_parts = custom.files() or any(part is not None for part in passed)
                 if has_parts and (fault := compilation.miscompilation()):
                     run.reporter.print(fault)
-                return trainers.Trainer(run, preemption, on_step, on_phase).run()
+                return trainers.Trainer([run], preemption, on_step, on_phase).run()
         except (jax.errors.JaxRuntimeError, TimeoutError) as error:
             if own_process and jax.process_count() > 1 and "RESOURCE_EXHAUSTED" not in str(error):
                 exit_peer_lost(commands.one_line(error))

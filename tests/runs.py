@@ -121,7 +121,7 @@ def sharing():
         fields = {n: x for n, x in fields if n.partition(".")[0] not in NOT_COMPILED and n not in arguments}
         key = (json.dumps(fields), vocab_size, str(extensions), *(x for x in own.values() if x is not None))
         like = _FIRST.setdefault(key, made)
-        vars(made).update({"_init": like._init, "_compiled_step": like._compiled_step, "eval_step": like.eval_step})
+        vars(made).update({name: getattr(like, name) for name in ("_init", "_steps", "eval_step")})
         return made
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,7 @@
 """Batches of token windows. The global batch at a step is a pure function of (seed, step)."""
 
 import collections
+import copy
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -84,9 +85,19 @@ class TrainBatches:
         if batch_size < 1 or batch_size % process_count:
             raise UserError(f"batch_size = {batch_size} must be a multiple of the {process_count} processes")
         self._weights, self._batch_size = weights or [1], batch_size
-        self._orders = [_Shuffled(text.length, context, seed, number) for number, text in enumerate(self._texts)]
+        self._context = context
+        self._orders = self._ordered(seed)
         share = batch_size // process_count
         self._examples = np.arange(process_index * share, (process_index + 1) * share)
+
+    def _ordered(self, seed: int) -> list:
+        return [_Shuffled(text.length, self._context, seed, number) for number, text in enumerate(self._texts)]
+
+    def of_seed(self, seed: int) -> "TrainBatches":
+        """The windows of the same texts by another seed."""
+        other = copy.copy(self)
+        other._orders = self._ordered(seed)
+        return other
 
     def __len__(self) -> int:
         return 2**62  # endless
@@ -97,6 +108,20 @@ class TrainBatches:
         starts = np.array([self._orders[text].start(number) for text, number in chosen])
         tokens, segments = _windows(self._texts, np.array([text for text, _ in chosen]), starts)
         return Batch(tokens, self._examples.astype(np.int32), np.ones(len(starts), np.float32), segments)
+
+
+class Stacked:
+    """The batches of several runs, with an axis of runs in front."""
+
+    def __init__(self, of_runs: Sequence[Batches]):
+        self._of_runs = of_runs
+
+    def __len__(self) -> int:
+        return min(map(len, self._of_runs))
+
+    def __getitem__(self, number: int) -> Batch:
+        batches = [batches[number] for batches in self._of_runs]
+        return Batch(*(None if x[0] is None else np.stack(x) for x in zip(*batches)))
 
 
 def interleave(number: int, weights: Sequence[int]) -> tuple[int, int]:

@@ -38,7 +38,7 @@ class Experiment:
     Attributes:
       config: the argument.
       scan: whether the layers of the state are stacked.
-      learning_rate: the schedule, by updates done; None for a user's optimizer.
+      learning_rate: (its peak, updates done) → the rate; None for a user's optimizer.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class Experiment:
         skip = config.on_nonfinite == "skip"
         if optimizer is None:
             is_muon = config.optimizer.name == "muon"
-            self.learning_rate = jax.jit(optimizers.learning_rate(config.optimizer, config.steps, extensions))
+            shape = optimizers.schedule(config.optimizer, config.steps, extensions)
+            self.learning_rate = jax.jit(lambda peak, count: peak * shape(count))
             self._optimizer_at = functools.partial(
                 optimizers.make,
                 config.optimizer,
@@ -96,33 +97,74 @@ class Experiment:
         """How many parameters the model has."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state.params))
 
-    @functools.cached_property
-    def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
-        """The compiled `state.train_step`: (state, placed batch) → (next state, metrics). It consumes the state."""
-        compiled, fixed = self._compiled_step, jax.device_put(self._fixed, self.parallel.replicated)
-        return lambda state, batch: compiled(state, batch, fixed)
+    def train_steps(self, state, batches: Sequence[Batch], fixed=None, room: int = 1) -> tuple:
+        """(The state after a step on each of some batches, metrics float32 `[room]`, set for each); consumes the state.
+
+        With an axis of runs in front of the state, batches and `fixed`, several runs are trained together: see
+        `state.together`. `room` is the number of batches that the program has room for.
+        """
+        fixed = self.fixed(self.config) if fixed is None else fixed
+        runs = np.ndim(fixed[0])
+
+        def stacked(*of_steps):
+            stack = np.zeros((room, *of_steps[0].shape), of_steps[0].dtype)
+            stack[: len(of_steps)] = of_steps
+            return stack
+
+        placed = self.parallel.place_batch(jax.tree.map(stacked, *batches), 1 + runs)
+        count = jax.device_put(np.int32(len(batches)), self.parallel.replicated)
+        compiled = self._steps_together if runs else self._steps
+        with self.parallel.transfer_guard():
+            return compiled(state, placed, fixed, count)
+
+    def fixed(self, *configs: RunConfig) -> tuple:
+        """Seed and learning rates, on the devices: arguments of the program, which runs that differ in them share.
+
+        Of several configs, each with an axis of runs.
+        """
+        of_runs = [_fixed(config) for config in configs]
+        values = jax.tree.map(lambda *x: np.stack(x), *of_runs) if len(of_runs) > 1 else of_runs[0]
+        return jax.device_put(values, self.parallel.replicated)
 
     @functools.cached_property
-    def _compiled_step(self) -> Callable:
-        """The training step of (state, placed batch, `_fixed`)."""
+    def _steps(self) -> Callable:
+        """The training steps of (state, placed batches, `fixed`, their number)."""
+        return self.parallel.compile_train(
+            self._training(lambda step: step), self.parallel.shardings(self.abstract_state)
+        )
+
+    @functools.cached_property
+    def _steps_together(self) -> Callable:
+        """The same of several runs."""
+        return self.parallel.compile_train(self._training(states.together), self.parallel.replicated)
+
+    def _training(self, of_runs: Callable) -> Callable:
         config, model, optimizer_at = self.config, self._over_tokens, self._optimizer_at
         accumulation, ema = config.optimizer.accumulation, config.optimizer.ema
 
-        def step(state, batch, fixed, axis_name=None):
-            seed, at = fixed
-            return states.train_step(model, optimizer_at(at=at), seed, accumulation, state, batch, axis_name, ema=ema)
+        def steps(state, batches, fixed, count, axis_name=None):
+            def step(state, batch, fixed):
+                seed, at = fixed
+                optimizer = optimizer_at(at=at)
+                return states.train_step(model, optimizer, seed, accumulation, state, batch, axis_name, ema=ema)
 
-        return self.parallel.compile_train(step, self.abstract_state)
+            return states.repeated(of_runs(step), state, batches, fixed, count)
 
-    @property
-    def _fixed(self) -> tuple:
-        """Seed and learning rates: arguments of the program, which runs that differ in them share."""
-        return np.int32(self.config.seed), jax.tree.map(np.float32, optimizers.peaks(self.config.optimizer))
+        return steps
 
     @functools.cached_property
     def eval_step(self) -> Callable:
         """The compiled `state.eval_step`: (params, placed batch) → sums over the global batch, float32 `[2 or 3]`."""
         return self.parallel.compile_eval(functools.partial(states.eval_step, self._over_tokens))
+
+    @functools.cached_property
+    def _eval_together(self) -> Callable:
+        """The same of several runs on one batch: `[runs, 2 or 3]`."""
+
+        def step(params, batch, axis_name=None):
+            return jax.vmap(lambda params: states.eval_step(self._over_tokens, params, batch, axis_name))(params)
+
+        return self.parallel.compile_eval(step)
 
     def create_state(self, params=None) -> TrainState:
         """The state before the first step, on the devices, with random parameters unless `params` are passed."""
@@ -131,52 +173,68 @@ class Experiment:
             self._init.clear_cache()  # its program is large, and not needed again
             return state
         like = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        step = jax.device_put(jnp.zeros((), jnp.int32), like.step)
+        params, step = jax.device_put((params, np.int32(0)), (like.params, like.step))
         opt_state = jax.jit(self.optimizer.init, out_shardings=like.opt_state)(params)
         average = jax.tree.map(jnp.copy, params) if self.config.optimizer.ema else None
         return TrainState(step, params, opt_state, average)
 
-    def evaluate(self, params, batches: Batches, stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+    def evaluate(
+        self, params, batches: Batches, stop: Callable[[], bool] = lambda: False, together: bool = False
+    ) -> list[dict[str, float]] | None:
         """Mean "loss" over held-out text in nats per token, or over the answers of a task, with the "accuracy".
 
-        None when `stop()` returns True before its end.
+        Of each run whose parameters are along the first axis, if they are several `together`; None when `stop()`
+        returns True before its end.
         """
-        sums = 0
+        sums, step = 0, self._eval_together if together else self.eval_step
         for batch in prefetched(batches):
             if stop():
                 return None
-            sums = sums + np.float64(jax.device_get(self.eval_step(params, self.parallel.place_batch(batch))))
-        loss, count, *right = sums
-        return {"loss": float(loss / count)} | ({"accuracy": float(right[0] / count)} if right else {})
+            sums = sums + np.float64(jax.device_get(step(params, self.parallel.place_batch(batch))))
+        return [_means(*of_run) for of_run in np.atleast_2d(sums)]
 
     def trace(self) -> jax.stages.Traced:
         """The training step traced for shapes: `.jaxpr` lists what it computes, and nothing is compiled."""
-        return self._compiled_step.trace(*self._shapes)
+        return self._steps.trace(*self._shapes())
 
-    def lower(self) -> jax.stages.Lowered:
-        """The training step lowered from shapes: `.compile()` tells its memory, and nothing runs."""
-        return self._compiled_step.lower(*self._shapes)
+    def lower(self, runs: int | None = None, room: int = 1) -> jax.stages.Lowered:
+        """The training steps lowered from shapes, perhaps of `runs` together: `.compile()` tells their memory."""
+        return (self._steps if runs is None else self._steps_together).lower(*self._shapes(runs, room))
 
-    @property
-    def _shapes(self) -> tuple:
-        """The arguments of `_compiled_step`."""
-        at = self.parallel.replicated
-        fixed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), self._fixed)
-        return self.abstract_state, self._abstract_batch(), fixed
+    def _shapes(self, runs: int | None = None, room: int = 1) -> tuple:
+        """The arguments of `_steps`, or `_steps_together`."""
+        outer = () if runs is None else (runs,)
+
+        def replicated(x):
+            return jax.ShapeDtypeStruct((*outer, *x.shape), x.dtype, sharding=self.parallel.replicated)
+
+        state, fixed = self.abstract_state, jax.tree.map(replicated, _fixed(self.config))
+        if runs is not None:
+            state = jax.tree.map(replicated, state), replicated(np.bool_())
+        count = jax.ShapeDtypeStruct((), np.int32, sharding=self.parallel.replicated)
+        return state, self._abstract_batch((room, *outer)), fixed, count
 
     def lower_eval(self) -> jax.stages.Lowered:
         """The evaluation of one batch, lowered from shapes."""
         return self.eval_step.lower(self.abstract_state.params, self._abstract_batch())
 
-    def _abstract_batch(self) -> Batch:
+    def _abstract_batch(self, outer: tuple[int, ...] = ()) -> Batch:
         config = self.config
         context, task = config.model.context, named.parse(config.data.name)
         has = {"segments": config.data.packing == "documents", "answers": task.answers_of(context) if task else 0}
-        return self.parallel.abstract_batch(config.batch_size, context, **has)
+        return self.parallel.abstract_batch(config.batch_size, context, **has, outer=outer)
 
     def _create(self, seed) -> TrainState:
         average = bool(self.config.optimizer.ema)
         return states.create(self.model, self.optimizer, seed, self._init, self.scan, average)
+
+
+def _fixed(config: RunConfig) -> tuple:
+    return np.int32(config.seed), jax.tree.map(np.float32, optimizers.peaks(config.optimizer))
+
+
+def _means(loss: float, count: float, right: float | None = None) -> dict[str, float]:
+    return {"loss": float(loss / count)} | ({} if right is None else {"accuracy": float(right / count)})
 
 
 class _OverTokens(nn.Module):

@@ -50,14 +50,14 @@ def learning_rate(config: Optimizer, steps: int, extensions: Sequence[dict] = ()
     >>> float(rate(1999)).__round__(6), float(rate(2000)).__round__(6)
     (0.0, 0.002601)
     """
-    return _times(config.learning_rate, _shape(config, steps, extensions))
+    return _times(config.learning_rate, schedule(config, steps, extensions))
 
 
 def _times(peak, shape: optax.Schedule) -> optax.Schedule:
     return lambda count: peak * shape(count)
 
 
-def _shape(config: Optimizer, steps: int, extensions: Sequence[dict]) -> optax.Schedule:
+def schedule(config: Optimizer, steps: int, extensions: Sequence[dict]) -> optax.Schedule:
     """The learning rate over its peak."""
     shape = _scheduled(config, steps)
     for extension in reversed(extensions):
@@ -116,7 +116,7 @@ def make(
     """
     muon = functools.partial(_muon, matrices=matrices)
     known = {"adamw": _adamw, "muon": muon, "lion": functools.partial(_adamw, form=optax.lion), "sgd": _sgd}
-    shape = _shape(config, steps, extensions)
+    shape = schedule(config, steps, extensions)
     rates = Peaks(*(_times(peak, shape) for peak in at or peaks(config)))
     update = known[config.name](config, rates, decay_rate(config, tokens_per_update))
     optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), update)

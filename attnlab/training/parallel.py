@@ -112,19 +112,31 @@ class Parallel(NamedTuple):
             )
         return shares.index(tuple(sorted(of_process[jax.process_index()]))), len(shares)
 
-    def place_batch(self, batch: Batch) -> Batch:
-        """Split this process' sequences of a global batch over its devices."""
+    def place_batch(self, batch: Batch, axis: int = 0) -> Batch:
+        """Split this process' sequences of a global batch, which are along an axis, over its devices."""
         if self.strategy == "pmap":
-            local = jax.local_device_count()
-            return jax.tree.map(lambda x: x.reshape(local, -1, *x.shape[1:]), batch)
-        sharding = NamedSharding(self.mesh, PartitionSpec(BATCH))
+
+            def split(x):
+                by_device = x.reshape(*x.shape[:axis], jax.local_device_count(), -1, *x.shape[axis + 1 :])
+                return np.moveaxis(by_device, axis, 0)
+
+            return jax.tree.map(split, batch)
+        sharding = self._of_batch(axis)
         return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, sharding), batch)
 
-    def abstract_batch(self, batch_size: int, context: int, segments: bool = False, answers: int = 0) -> Batch:
-        """Shapes, types and shardings of a batch as `place_batch` returns it, of a task with so many answers."""
-        leading, sharding = (batch_size,), NamedSharding(self.mesh, PartitionSpec(BATCH))
+    def _of_batch(self, axis: int) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, BATCH))
+
+    def abstract_batch(
+        self, batch_size: int, context: int, segments: bool = False, answers: int = 0, outer: tuple[int, ...] = ()
+    ) -> Batch:
+        """Shapes, types and shardings of a batch as `place_batch` returns it, of a task with so many answers.
+
+        `outer` are the sizes of axes before the sequences.
+        """
+        leading, sharding = (*outer, batch_size), self._of_batch(len(outer))
         if self.strategy == "pmap":
-            leading, sharding = (jax.local_device_count(), batch_size // jax.device_count()), None
+            leading, sharding = (jax.local_device_count(), *outer, batch_size // jax.device_count()), None
         make = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
         tokens = make((*leading, context + 1), np.int32)
         return Batch(
@@ -140,9 +152,9 @@ class Parallel(NamedTuple):
         """Context for a step: disallows implicit transfers, except with `pmap`, which places the batch itself."""
         return jax.transfer_guard("disallow") if self.strategy == "mesh" else contextlib.nullcontext()
 
-    def compile_train(self, step: Callable, state) -> Callable:
-        """Compile `step(state, batch, fixed, axis_name=…)` → (state, metrics); the old state's buffers are donated."""
-        return self._compile(step, (self.shardings(state), self.replicated), (None, 0, None), donate_argnums=0)
+    def compile_train(self, steps: Callable, shardings) -> Callable:
+        """Compile `steps(state, batches, fixed, count, axis_name=…)` → (state, metrics); the old state is donated."""
+        return self._compile(steps, (shardings, self.replicated), (None, 0, None, None), donate_argnums=0)
 
     def compile_eval(self, step: Callable) -> Callable:
         """Compile `step(params, batch, axis_name=…)` → sums over the global batch."""

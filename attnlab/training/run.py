@@ -145,8 +145,16 @@ def open(
     eval_only: bool = False,
     on_phase: OnPhase = contextlib.nullcontext,
     tracker: trackers.NewTracker | None = None,
+    like: Run | None = None,
+    together: int = 1,
 ) -> Iterator[Run]:
     """Load the text and the newest intact state of a run, and take its files unless `eval_only`.
+
+    Args:
+      plan: what `resolve` returns.
+      eval_only, on_phase, tracker: as in `attnlab.train.train`.
+      like: a run of the same program, see `program_of`, whose text and compiled steps this one shares.
+      together: how many runs are trained as one program.
 
     Raises:
       UserError: another text, another process in the folder, no intact checkpoint where there must be one.
@@ -166,14 +174,17 @@ def open(
         resources.enter_context(precision.products(config.precision))
         if workdir.previous_run and is_first and not eval_only:
             resources.enter_context(workdir.claimed())
-        parallel = parallel_lib.from_config(config)
-        text = texts.load(config, workdir, plan.tokenizer, parallel.batch_share, say)
+        if like:
+            parallel, text = like.experiment.parallel, like.text.of_seed(config.seed)
+        else:
+            parallel = parallel_lib.from_config(config)
+            text = texts.load(config, workdir, plan.tokenizer, parallel.batch_share, say)
         checkpoints = Checkpoints(workdir.checkpoint_dir(config), config.checkpoint.keep, on_phase)
         resources.callback(checkpoints.close)
         start, damaged = _resume_step(checkpoints, workdir, config, eval_only)
         extensions = workdir.extensions(config, start)
         options = {"parallel": parallel, "extensions": extensions, **plan.passed.of_experiment()}
-        experiment = Experiment(config, text.tokenizer.vocab_size, **options)
+        experiment = like.experiment if like else Experiment(config, text.tokenizer.vocab_size, **options)
         say(f"restoring step {start}" if start else "initializing the model")
         state = _state(experiment, checkpoints, start)
         reporter, log = metrics_lib.ProgressReporter(config.steps, start, silent=not is_first or eval_only), None
@@ -183,6 +194,7 @@ def open(
                 metadata = plan.metadata | {"corpus": text.corpus, "vocab_size": text.tokenizer.vocab_size}
                 metadata |= {"parameters": experiment.parameters}
                 metadata |= {"extensions": extensions} if extensions else {}
+                metadata |= {"together": together} if together > 1 else {}
                 log = _open_files(config, metadata, workdir, text, checkpoints, start, offset, resources, tracker)
         opened = Run(plan, experiment, text, checkpoints, state, start, damaged, reporter, log)
         if log:
@@ -279,6 +291,6 @@ def _report_start(run: Run) -> None:
     if plan.origin == "extended":
         message, rate = f"extended from {workdir.steps} to {config.steps} steps", experiment.learning_rate
         if rate and run.start:
-            before, after = float(rate(run.start - 1)), float(rate(run.start))
+            before, after = (float(rate(config.optimizer.learning_rate, run.start - n)) for n in (1, 0))
             message += f": the learning rate was {before:.3g}, and is now {after:.3g}"
         reporter.print(message)

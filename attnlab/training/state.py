@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -173,6 +173,59 @@ def train_step(
         metrics["skipped"] = optax.tree.get(opt_state, "total_notfinite")
     average = averaged(state.average, params, state.step + 1, ema) if ema else None
     return TrainState(state.step + 1, params, opt_state, average), metrics
+
+
+@jax.jit
+def joined(of_runs: Sequence[TrainState]) -> tuple[TrainState, Array]:
+    """The state of several runs together, as `together` takes it."""
+    return jax.tree.map(lambda *x: jnp.stack(x), *of_runs), jnp.ones(len(of_runs), bool)
+
+
+@jax.jit
+def of_run(state: TrainState, place: int) -> TrainState:
+    """The state of one of several runs."""
+    return jax.tree.map(lambda x: x[place], state)
+
+
+def together(step: Callable) -> Callable:
+    """A step `(state, batch, fixed) → (state, metrics)` of several runs, all with an axis of runs in front.
+
+    Its state is (states, bool `[runs]`): a run keeps its state, and the place, from the step on whose metrics are not
+    finite; where the optimizer skips such steps, whose parameters are not.
+    """
+
+    def step_all(states, batches, fixed):
+        before, alive = states
+        after, metrics = jax.vmap(step)(before, batches, fixed)
+        checked = ["param_norm"] if "skipped" in metrics else list(metrics)
+        alive &= jnp.isfinite(jnp.stack([metrics[name] for name in checked])).all(0)
+
+        def advanced(new, old):
+            return jnp.where(alive.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+        return (jax.tree.map(advanced, after, before), alive), metrics
+
+    return step_all
+
+
+def repeated(step: Callable, state, batches: Batch, fixed, count) -> tuple:
+    """(The state after `count` steps `(state, batch, fixed) → (state, metrics)`, metrics `[K]`, the first `count` set).
+
+    Batches have an axis of K steps in front; `count` is traced, so that one program takes any number of steps.
+    """
+    first = jax.tree.map(lambda x: x[0], batches)
+    if len(batches.tokens) == 1:
+        state, metrics = step(state, first, fixed)
+        return state, jax.tree.map(lambda x: x[None], metrics)
+    shapes = jax.eval_shape(step, state, first, fixed)[1]
+    metrics = jax.tree.map(lambda x: jnp.zeros((len(batches.tokens), *x.shape), x.dtype), shapes)
+
+    def take(number, carry):
+        state, metrics = carry
+        state, found = step(state, jax.tree.map(lambda x: x[number], batches), fixed)
+        return state, jax.tree.map(lambda old, new: old.at[number].set(new), metrics, found)
+
+    return jax.lax.fori_loop(0, count, take, (state, metrics))
 
 
 def eval_step(model: nn.Module, params, batch: Batch, axis_name: str | None = None) -> Float[Array, " N"]:

@@ -38,6 +38,10 @@ class Text(NamedTuple):
     summary: str
     bits: dict[str, float]
 
+    def of_seed(self, seed: int) -> "Text":
+        """The text whose training batches are of another seed."""
+        return self._replace(train=self.train.of_seed(seed))
+
 
 def load(
     config: RunConfig,

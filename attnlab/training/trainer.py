@@ -1,14 +1,17 @@
 """The training loop: steps, logging, evaluation, checkpoints, samples, and stopping on signals."""
 
+import collections
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
 
-from attnlab.data.batches import Batch, prefetched
+from attnlab.data.batches import Batch, Stacked, prefetched
 from attnlab.data.tasks import named
 from attnlab.generation.decoding import generate
 from attnlab.generation.texts import prompt_ids
@@ -18,205 +21,290 @@ from attnlab.support.names import typed
 from attnlab.training import flops as flops_lib
 from attnlab.training import metrics as metrics_lib
 from attnlab.training import parallel as parallel_lib
+from attnlab.training import state as states
 from attnlab.training.checkpoints import OnPhase, history_steps, sha256
 from attnlab.training.preemption import PreemptionHandler
 from attnlab.training.profiling import Profiler
 from attnlab.training.run import Run
 from attnlab.training.text import Text
 
+CALL = 1.0  # seconds that a call of the devices takes at most: signals wait for its end
+
+
+class _Call(NamedTuple):
+    """A call of the devices that was dispatched, and its metrics, each `[room]` or `[room, runs]`."""
+
+    first: int  # step
+    last: int
+    metrics: dict
+
 
 class Trainer:
     """Train from a state to the end of the run, or until stopped.
 
+    Several runs that start from the same step, and differ in what `Experiment.fixed` holds alone, are trained together.
+    Each has its own log, checkpoints and end: one that diverges, or is out of patience, ends before the others.
+
     Args:
-      run: open; its log and its files are written by the first process alone.
-      on_step: called after every step in every process, `on_step(step, metrics)`; see `attnlab.train.train`.
+      runs: open; their logs and files are written by the first process alone.
+      on_step: called for every step in every process, `on_step(step, metrics)`; see `attnlab.train.train`.
       on_phase: `with on_phase(name)` surrounds each of `checkpoints.PHASES`.
     """
 
     def __init__(
         self,
-        run: Run,
+        runs: Sequence[Run],
         preemption: PreemptionHandler,
         on_step: Callable[[int, dict], None] | None = None,
         on_phase: OnPhase = contextlib.nullcontext,
     ):
-        self.opened, self.config, self.state = run, run.plan.config, run.state
-        self.experiment, self.text, self.start = run.experiment, run.text, run.start
-        self.checkpoints, self.log, self.reporter = run.checkpoints, run.log, run.reporter
+        first = runs[0]
+        self.config, self.experiment, self.start, self.reporter = (
+            first.plan.config,
+            first.experiment,
+            first.start,
+            first.reporter,
+        )
         self.preemption, self.on_step, self.on_phase = preemption, on_step, on_phase
+        self._together, self._count = len(runs) > 1, len(runs)
+        self.state = states.joined([run.state for run in runs]) if self._together else first.state
+        self._fixed = self.experiment.fixed(*(run.plan.config for run in runs))
+        self._runs = {place: run._replace(state=None) for place, run in enumerate(runs)}  # that have not ended
         # No samples of a user's model, and of a task.
         is_text = isinstance(self.experiment.model, GPT) and named.parse(self.config.data.name) is None
         self._sampled = self.config.sample.length if is_text else 0  # tokens
         self._history = frozenset(history_steps(self.config.steps, self.config.checkpoint.history))
-        self._unread = []  # metrics of steps that were dispatched, but not yet read
+        self._unread = collections.deque()  # calls that were dispatched, but not yet read
         self._timer = _Timer(self.start)
 
     def run(self) -> int:
         """Train to the last step; returns 0, or 128 + the number of the signal that stopped and saved the run."""
-        last = self.config.steps
+        step, last = self.start, self.config.steps
         self._measure_flops()
-        if not self.start and 0 in self._history and 0 not in self.checkpoints.steps():
-            self._save()
+        if not step and 0 in self._history:
+            self._save(step, [place for place, run in self._runs.items() if 0 not in run.checkpoints.steps()])
         with self.reporter, self._profiler() as profiler:
-            if self._evaluation_pending() and not self._evaluate(self.start):
+            if self._evaluation_pending() and not self._evaluate(step):
                 return self.preemption.exit_code
-            if self._patience_exhausted(self.start):  # the run was stopped before its last record
-                last = self.start
-            self._timer.restart(self.start)
-            batches = prefetched(self.text.train, self.start, last)
-            for step in range(self.start + 1, last + 1):
-                with profiler.step(step):
-                    self._train_step(step, batches)
-                self._timer.exclude(profiler.written(step, self.state))
-                stopping = self.preemption.requested()  # polled once per step: later requests wait for the next
-                log, evaluate, save, sample = self._due(step, stopping)
-                read = log or evaluate or save
-                if read:
-                    metrics = self._read_metrics(step)
-                    self._timer.stop(step)
-                if log:
-                    self._write_metrics(step, metrics)
+            self._end_exhausted(step)  # runs that were stopped before their last record
+            self._timer.restart(step)
+            batches = prefetched(self._batches(), step, last)
+            while step < last and self._runs:
+                step = self._call(step, batches, profiler)
+                stopping = self.preemption.requested()  # polled once per call: later requests wait for the next
+                evaluate, save, sample = self._due(step, stopping)
+                pause = evaluate or save or sample
+                self._read(wait=pause)
                 if evaluate:
                     stopping = not self._evaluate(step)
                 if stopping:
                     self.reporter.close()
                     self.reporter.print(f"stopping: saving step {step}; a second signal ends the process without it")
-                exhausted = evaluate and not stopping and self._patience_exhausted(step)
-                if save or exhausted:
-                    self._save()
+                if save or stopping:
+                    self._save(step, self._runs)
                 if stopping:
-                    self._save_and_report()
+                    self._report_saved(step)
                     return self.preemption.exit_code
-                if exhausted:
-                    break
+                if evaluate:
+                    self._end_exhausted(step)
                 if sample:
-                    self._write_sample(step)
-                if read:
+                    self._write_samples(step)
+                if pause:
                     self._timer.restart(step)  # exclude evaluation, saving and sampling
-            self._finish()
+            for place in list(self._runs):
+                self._finish(place, step)
         return 0
 
-    def _due(self, step: int, stopping: bool) -> tuple[bool, bool, bool, bool]:
-        """Whether to log, evaluate, save and sample after a step."""
-        config = self.config
-        last = step == config.steps
-        log = last or step % config.log.every == 0
-        evaluate = self._evaluates(step) and not stopping
-        save = last or stopping or step % config.checkpoint.every == 0 or step in self._history
-        sample = not last and bool(config.sample.every) and step % config.sample.every == 0
-        return log, evaluate, save, sample
+    def _batches(self):
+        """Batches by step, with an axis of runs where they are several."""
+        batches = [run.text.train for run in self._runs.values()]
+        return Stacked(batches) if self._together else batches[0]
 
-    def _evaluates(self, step: int) -> bool:
-        return step == self.config.steps or step % self.config.eval.every == 0
+    # ---------------------------------------------------------------------------------------------------------- steps
 
-    def _evaluation_pending(self) -> bool:
-        """Whether the run was stopped before the step that it resumes from could be evaluated."""
-        pending = self.start and self._evaluates(self.start) and self.log and self.log.validation(self.start) is None
-        return bool(parallel_lib.from_first_process(bool(pending)))
-
-    def _patience_exhausted(self, step: int) -> bool:
-        """Whether the recorded evaluations up to a step end the run before its last step."""
-        config = self.config
-        if not config.eval.patience or not self._evaluates(step) or step == config.steps:
-            return False
-        exhausted = self.log and metrics_lib.stalled(self.log.records, config.eval.patience)
-        return bool(parallel_lib.from_first_process(bool(exhausted)))
-
-    def _train_step(self, step: int, batches: Iterator[Batch]) -> None:
-        config, parallel = self.config, self.experiment.parallel
-        first = step == self.start + 1
+    def _call(self, step: int, batches: Iterator[Batch], profiler: Profiler) -> int:
+        """Dispatch the steps after one, as many as the call may have; returns the last of them."""
+        first, requested = step == self.start, time.perf_counter()
         if first:
             self.reporter.say("compiling the step")
-        requested = time.perf_counter()
-        batch = next(batches)
-        if not self._unread or self._unread[-1]["loss"].is_ready():  # otherwise the devices were still computing
+        taken = list(itertools.islice(batches, self._steps_ahead(step)))
+        if (
+            not self._unread or self._unread[-1].metrics["loss"].is_ready()
+        ):  # otherwise the devices were still computing
             self._timer.waited += time.perf_counter() - requested
-        placed = parallel.place_batch(batch)
-        with self.on_phase("compile" if first else "step"), parallel.transfer_guard():
-            self.state, metrics = self.experiment.train_step(self.state, placed)
+        last = step + len(taken)
+        with profiler.step(step + 1), self.on_phase("compile" if first else "step"):
+            room = self.config.parallel.steps_per_call
+            self.state, metrics = self.experiment.train_steps(self.state, taken, self._fixed, room)
             if first:
                 jax.block_until_ready(self.state)
+        self._timer.exclude(profiler.written(last, self.state))
         if first:
             self.preemption.handle()
             self.reporter.print(f"first step finished: {self._timer.elapsed():.1f} s, including compilation")
             self.reporter.show("")
-            if step % config.log.every and step < config.steps:
-                self._timer.restart(step)  # exclude compilation too
-        self._unread.append(metrics)
+            if not self._logs(last):
+                self._timer.restart(last)  # exclude compilation too
+        self._unread.append(_Call(step + 1, last, metrics))
         if self.on_step:
-            self.on_step(step, metrics)
+            for number in range(len(taken)):
+                self.on_step(step + 1 + number, {name: x[number] for name, x in metrics.items()})
+        return last
 
-    def _read_metrics(self, step: int) -> dict:
-        """Wait for the step, and return its metrics, with None for values that are not finite."""
-        skip = self.config.on_nonfinite == "skip"
-        read = [{name: float(value) for name, value in old.items()} for old in jax.device_get(self._unread)]
-        self._unread = []
-        for at, metrics in enumerate(read, step - len(read) + 1):
-            if found := _nonfinite(metrics):
-                if not skip or not math.isfinite(metrics["param_norm"]):
-                    raise self._not_finite(found, at)
-                self.reporter.print(f"step {at} is skipped: {found} ({metrics['skipped']:.0f} skipped in total)")
-        return {name: value if math.isfinite(value) else None for name, value in read[-1].items()}
+    def _steps_ahead(self, step: int) -> int:
+        """How many steps the next call has: up to the next pause, and at most `CALL` seconds."""
+        config, room = self.config, self.config.parallel.steps_per_call
+        if room == 1 or step == self.start:  # before the first step, there is nothing to save
+            return 1
+        every = [config.eval.every, config.checkpoint.every, config.sample.every or config.steps]
+        pauses = [step + each - step % each for each in every] + [config.steps, *self._history]
+        first, last = config.profiled() or (0, 0)
+        steps = min(each for each in [*pauses, first - 1, last] if each > step) - step
+        # Every process takes the same.
+        within = parallel_lib.from_first_process(int(CALL / self._timer.pace)) if self._timer.pace else 1
+        return max(1, min(room, steps, within))
 
-    def _write_metrics(self, step: int, metrics: dict) -> None:
-        if self.log is None:
+    def _due(self, step: int, stopping: bool) -> tuple[bool, bool, bool]:
+        """Whether to evaluate, save and sample after a step."""
+        config = self.config
+        last = step == config.steps
+        evaluate = self._evaluates(step) and not stopping
+        save = last or step % config.checkpoint.every == 0 or step in self._history
+        sample = not last and bool(config.sample.every) and step % config.sample.every == 0
+        return evaluate, save or stopping, sample
+
+    def _evaluates(self, step: int) -> bool:
+        return step == self.config.steps or step % self.config.eval.every == 0
+
+    def _logs(self, step: int) -> bool:
+        return step == self.config.steps or step % self.config.log.every == 0
+
+    def _read(self, wait: bool) -> None:
+        """Read and record the metrics of all calls, or of all but the last, which the devices may be computing."""
+        while len(self._unread) > (not wait):
+            call = self._unread.popleft()
+            read = {name: x.reshape(len(x), -1) for name, x in jax.device_get(call.metrics).items()}
+            self._timer.stop(call.last)
+            for number, step in enumerate(range(call.first, call.last + 1)):
+                rows = {place: {name: float(x[number, place]) for name, x in read.items()} for place in self._runs}
+                for place, metrics in rows.items():
+                    self._check(place, step, metrics)
+                if self._logs(step):
+                    self._write_metrics(step, {place: rows[place] for place in self._runs})
+            if any(map(self._logs, range(call.first, call.last + 1))):
+                self._timer.restart(call.last)
+
+    def _check(self, place: int, step: int, metrics: dict) -> None:
+        """End a run with metrics that are not finite, or report the step that its optimizer skips."""
+        if not (found := _nonfinite(metrics)):
             return
-        tokens_per_second = self._timer.steps * self._tokens(1) / self._timer.seconds
-        rate, peaks = self.experiment.learning_rate, metrics_lib.memory_peaks(jax.local_devices())
-        self.log.write(
-            step=step,
-            split="train",
-            **metrics,
-            **_bits(self.text, metrics["loss"]),
-            **({"learning_rate": float(rate(step - 1))} if rate else {}),
-            tokens=self._tokens(step),
-            tokens_per_second=tokens_per_second,
-            mfu=self._flops * tokens_per_second / (self._peak_flops * self._devices),
-            peak_flops=self._peak_flops,
-            data_wait_time_share=self._timer.waited / self._timer.seconds,
-            **peaks,
-        )
-        speed = f"{tokens_per_second:,.0f} tokens/s"
-        self.reporter.step(step, f"{format_scores('train', metrics)}  {speed}")
+        if self.config.on_nonfinite == "skip" and math.isfinite(metrics["param_norm"]):
+            self._print(place, f"step {step} is skipped: {found} ({metrics['skipped']:.0f} skipped in total)")
+        else:
+            self._diverge(place, found, step)
+
+    def _write_metrics(self, step: int, rows: dict[int, dict]) -> None:
+        """Record a step of each run that goes on."""
+        tokens_per_second = self._timer.steps * self._tokens(1) / self._timer.seconds  # of one run
+        together, rate = self._count * tokens_per_second, self.experiment.learning_rate
+        peaks = metrics_lib.memory_peaks(jax.local_devices())
+        for place, row in rows.items():
+            run = self._runs[place]
+            if run.log is None:
+                continue
+            row.update({name: None for name, value in row.items() if not math.isfinite(value)})
+            peak = run.plan.config.optimizer.learning_rate
+            run.log.write(
+                step=step,
+                split="train",
+                **row,
+                **_bits(run.text, row["loss"]),
+                **({"learning_rate": float(rate(peak, step - 1))} if rate else {}),
+                tokens=self._tokens(step),
+                tokens_per_second=tokens_per_second,
+                mfu=self._flops * together / (self._peak_flops * self._devices),
+                peak_flops=self._peak_flops,
+                data_wait_time_share=self._timer.waited / self._timer.seconds,
+                **peaks,
+            )
+        shown = "  ".join(format_scores("train", row) for row in rows.values())
+        self.reporter.step(step, f"{shown}  {together:,.0f} tokens/s")
+
+    # ----------------------------------------------------------------------------------------- evaluation, checkpoints
+
+    def _evaluation_pending(self) -> bool:
+        """Whether a run was stopped before the step that it resumes from could be evaluated."""
+        step = self.start
+        logs = [run.log for run in self._runs.values() if run.log]
+        pending = step and self._evaluates(step) and any(log.validation(step) is None for log in logs)
+        return bool(parallel_lib.from_first_process(bool(pending)))
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate the state on the validation text; returns False when stopped before the end."""
+        state = self.state[0] if self._together else self.state
+        text = next(iter(self._runs.values())).text
         with self.on_phase("evaluation"):
-            scores = evaluate(self.opened._replace(state=self.state), self.preemption.requested)
-        if scores is None:
+            found = self.experiment.evaluate(
+                state.evaluated, text.validation, self.preemption.requested, together=self._together
+            )
+        if found is None:
             return False
-        if not math.isfinite(scores["loss"]):
-            raise self._not_finite(f"validation loss is {scores['loss']}", step)
-        if self.log:
-            self.log.write(step=step, split="val", **scores, tokens=self._tokens(step))
-        self.reporter.print(f"step {step}/{self.config.steps}  {format_scores('validation', scores)}")
+        for place, run in list(self._runs.items()):
+            scores = {**found[place], **_bits(run.text, found[place]["loss"])}
+            if not math.isfinite(scores["loss"]):
+                self._diverge(place, f"validation loss is {scores['loss']}", step)
+                continue
+            if run.log and run.log.validation(step) is None:
+                run.log.write(step=step, split="val", **scores, tokens=self._tokens(step))
+            self._print(place, f"step {step}/{self.config.steps}  {format_scores('validation', scores)}")
         return True
 
-    def _save(self) -> None:
-        state = self.experiment.parallel.over_processes(self.state)
-        permanent = int(self.state.step) in self._history
-        with self.on_phase("save"):
-            self.checkpoints.save(state, permanent=permanent, log=self.log.offset() if self.log else None)
+    def _end_exhausted(self, step: int) -> None:
+        """Save and finish the runs whose recorded evaluations up to a step end them before the last step."""
+        config = self.config
+        if not config.eval.patience or not self._evaluates(step) or step == config.steps:
+            return
+        for place, run in list(self._runs.items()):
+            exhausted = run.log and metrics_lib.stalled(run.log.records, config.eval.patience)
+            if parallel_lib.from_first_process(bool(exhausted)):
+                self._save(step, [place])
+                self._finish(place, step)
+                self._end(place)
 
-    def _save_and_report(self) -> None:
-        """Save the state and print where."""
-        self._save()
-        self.checkpoints.wait()
-        step, directory = int(self.state.step), self.checkpoints.directory
-        self.reporter.print(f"stopped: step {step} is saved in {directory}; the same command resumes from there")
+    def _save(self, step: int, places) -> None:
+        for place in places:
+            run = self._runs[place]
+            state = self.experiment.parallel.over_processes(self._state_of(place))
+            with self.on_phase("save"):
+                log = run.log.offset() if run.log else None
+                run.checkpoints.save(state, permanent=step in self._history, log=log)
+
+    def _state_of(self, place: int) -> states.TrainState:
+        return states.of_run(self.state[0], place) if self._together else self.state
+
+    def _report_saved(self, step: int) -> None:
+        """Print where the state is saved, once it is."""
+        for place, run in self._runs.items():
+            run.checkpoints.wait()
+            where = f"step {step} is saved in {run.checkpoints.directory}"
+            self._print(place, f"stopped: {where}; the same command resumes from there")
         # A launcher may kill the other processes as soon as one ends.
         multihost_utils.sync_global_devices("attnlab: stopped")
 
-    def _write_sample(self, step: int) -> None:
+    def _write_samples(self, step: int) -> None:
+        for place in self._runs:
+            self._write_sample(place, step)
+
+    def _write_sample(self, place: int, step: int) -> None:
         if not self._sampled:
             return
-        params = self.experiment.parallel.on_every_device(self.state.evaluated)
-        if self.log is None:
+        run = self._runs[place]
+        params = self.experiment.parallel.on_every_device(self._state_of(place).evaluated)
+        if run.log is None:
             return
         params = jax.tree.map(lambda x: x.addressable_data(0), params)
-        variables, tokenizer = {"params": jax.jit(self._unstacked)(params)}, self.text.tokenizer
-        options = {"temperature": 0.8, "seed": self.config.seed, "vocab_size": tokenizer.vocab_size}
+        variables, tokenizer = {"params": jax.jit(self._unstacked)(params)}, run.text.tokenizer
+        options = {"temperature": 0.8, "seed": run.plan.config.seed, "vocab_size": tokenizer.vocab_size}
         prompt = prompt_ids(tokenizer, None)
         generated = generate(self.experiment.model, variables, prompt, self._sampled, **options)
         with self.on_phase("sampling"):
@@ -224,33 +312,65 @@ class Trainer:
                 text = tokenizer.decode([tokens[0] for tokens in generated])
             except Exception as error:  # e.g. no memory is left: the run's record matters more
                 why = str(error).split("\n")[0] or type(error).__name__
-                self.reporter.print(f"no sample at step {step} ({why}); the run continues")
+                self._print(place, f"no sample at step {step} ({why}); the run continues")
                 return
-        self.reporter.print(f"--- sample at step {step}:\n{text}\n---")
-        self.log.write_text(step, text)
+        self._print(place, f"--- sample at step {step}:\n{text}\n---")
+        run.log.write_text(step, text)
 
-    def _finish(self) -> None:
-        config, last = self.config, int(self.state.step)
-        if last < config.steps:
-            self.reporter.print(
-                f"stopped early at step {last} of {config.steps}: no lower validation loss in "
-                f"config.eval.patience = {config.eval.patience} evaluations"
+    # ------------------------------------------------------------------------------------------------------------ ends
+
+    def _finish(self, place: int, step: int) -> None:
+        """Write the last record of a run."""
+        config, run = self.config, self._runs[place]
+        if step < config.steps:
+            self._print(
+                place,
+                f"stopped early at step {step} of {config.steps}: no lower validation loss in "
+                f"config.eval.patience = {config.eval.patience} evaluations",
             )
-        self.checkpoints.wait()
-        self._write_sample(last)
-        params = self.experiment.parallel.on_every_device(self.state.params)
-        if self.log:
-            scores = self.log.validation(last)
+        run.checkpoints.wait()
+        self._write_sample(place, step)
+        params = self.experiment.parallel.on_every_device(self._state_of(place).params)
+        if run.log:
+            scores = run.log.validation(step)
             result = {name: scores[name] for name in ("loss", "accuracy") if name in scores}
             digest = sha256(self._unstacked(jax.device_get(params)))
-            self.log.write(step=last, split="final", **result, params_sha256=digest)
+            run.log.write(step=step, split="final", **result, params_sha256=digest)
             *_, peak = metrics_lib.memory_peaks(jax.local_devices()).values()  # the device's, where it tells
-            self.reporter.print(f"done: {format_scores('validation', scores)}, peak memory {peak / 1e9:.2f} GB")
-            self._tell_of_use()
+            self._print(place, f"done: {format_scores('validation', scores)}, peak memory {peak / 1e9:.2f} GB")
+            self._tell_of_use(run)
 
-    def _tell_of_use(self) -> None:
+    def _diverge(self, place: int, found: str, step: int) -> None:
+        """End a run at metrics that are not finite; raise UserError where it is trained alone."""
+        run = self._runs[place]
+        if run.log:
+            run.log.write(step=step, split="diverged", loss=None)
+        run.checkpoints.wait()
+        kept = run.checkpoints.steps()
+        where = f"the last good checkpoint is step {kept[-1]}" if kept else "no checkpoint was saved yet"
+        error = UserError(
+            f"{found} at step {step}; {where} in {run.plan.workdir}: lower config.optimizer.learning_rate or "
+            "config.optimizer.clip_norm, or set config.on_nonfinite=skip, in a new --workdir"
+        )
+        if not self._together:
+            raise error
+        self._print(place, f"error: {error}")
+        self._end(place)
+
+    def _end(self, place: int) -> None:
+        """A run takes no more steps."""
+        del self._runs[place]
+        if self._together:
+            state, alive = self.state
+            self.state = state, alive.at[place].set(False)
+
+    def _print(self, place: int, text: str) -> None:
+        """Print a line of a run, with its name where they are several."""
+        self.reporter.print(f"{self._runs[place].plan.workdir.path.name}: {text}" if self._together else text)
+
+    def _tell_of_use(self, run: Run) -> None:
         """The next command, or call where a command cannot make the model."""
-        plan = self.opened.plan
+        plan = run.plan
         passed = [name for name in ("model", "mask", "score_mod") if getattr(plan.passed, name) is not None]
         if passed:
             arguments = ", ".join(f"{name}=…" for name in passed)
@@ -262,9 +382,10 @@ class Trainer:
             self.reporter.print(f"generate text with: {typed('sample')} {options}")
 
     def _profiler(self) -> Profiler:
-        """Of the first process alone."""
-        steps = self.config.profiled() if self.log else None
-        return Profiler(steps, self.start, self.opened.plan.workdir.path / "profile", self.reporter.print)
+        """Of the first run, in the first process."""
+        run = self._runs[0]
+        steps = self.config.profiled() if run.log else None
+        return Profiler(steps, self.start, run.plan.workdir.path / "profile", self.reporter.print)
 
     def _measure_flops(self) -> None:
         """FLOPs per token and peak FLOP/s per device, for the model FLOPs utilization (MFU)."""
@@ -274,7 +395,7 @@ class Trainer:
         self._devices = jax.process_count() if jax.default_backend() == "cpu" else devices
         self._flops = flops_lib.per_token(model, config.model.context)
         self._peak_flops = config.log.peak_tflops * 1e12
-        if not self._peak_flops and self.log:
+        if not self._peak_flops and self._runs[0].log:
             self._peak_flops = flops_lib.peak(config.precision)
             self.reporter.print(
                 f"{self._flops:.3g} FLOPs per token, {self._peak_flops:.3g} FLOP/s per device: "
@@ -289,22 +410,11 @@ class Trainer:
         config = self.config
         return steps * config.batch_size * config.model.context
 
-    def _not_finite(self, found: str, step: int) -> UserError:
-        if self.log:
-            self.log.write(step=step, split="diverged", loss=None)
-        self.checkpoints.wait()
-        kept = self.checkpoints.steps()
-        where = f"the last good checkpoint is step {kept[-1]}" if kept else "no checkpoint was saved yet"
-        return UserError(
-            f"{found} at step {step}; {where} in {self.opened.plan.workdir}: lower config.optimizer.learning_rate or "
-            "config.optimizer.clip_norm, or set config.on_nonfinite=skip, in a new --workdir"
-        )
 
-
-def evaluate(run: Run, stop: Callable[[], bool] = lambda: False) -> dict | None:
-    """Loss on held-out text in nats per token and in bits, or on a task with the accuracy; None if `stop()` ends it."""
-    scores = run.experiment.evaluate(run.state.evaluated, run.text.validation, stop)
-    return None if scores is None else {**scores, **_bits(run.text, scores["loss"])}
+def evaluate(run: Run) -> dict:
+    """Loss on held-out text in nats per token and in bits, or on a task with the accuracy."""
+    (scores,) = run.experiment.evaluate(run.state.evaluated, run.text.validation)
+    return {**scores, **_bits(run.text, scores["loss"])}
 
 
 def _bits(text: Text, loss: float | None) -> dict:
@@ -323,10 +433,13 @@ def format_scores(split: str, scores: dict) -> str:
 
 
 class _Timer:
-    """Training time since the last `restart`: `seconds` for `steps` steps, of which `waited` seconds for data."""
+    """Training time since the last `restart`: `seconds` for `steps` steps, of which `waited` seconds for data.
+
+    `pace` is the seconds of a step; 0 as long as none is known.
+    """
 
     def __init__(self, step: int):
-        self.steps = self.seconds = 0
+        self.steps = self.seconds = self.pace = 0
         self.restart(step)
 
     def restart(self, step: int) -> None:
@@ -337,6 +450,7 @@ class _Timer:
 
     def stop(self, step: int) -> None:
         self.steps, self.seconds = step - self._step, self.elapsed()
+        self.pace = self.seconds / self.steps if self.steps else 0
 
     def elapsed(self) -> float:
         return time.perf_counter() - self._began

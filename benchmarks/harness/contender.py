@@ -60,11 +60,10 @@ class Contender:
         """Take some steps, each loss read while the next step runs; returns the `seconds` and the last `loss`."""
         start, previous_loss = time.perf_counter(), None
         for _ in range(steps):
-            batch = self.experiment.parallel.place_batch(next(self.batches))
-            self.state, metrics = self.experiment.train_step(self.state, batch)
+            self.state, metrics = self.experiment.train_steps(self.state, [next(self.batches)])
             if previous_loss is not None:
                 float(previous_loss)
-            previous_loss = metrics["loss"]
+            previous_loss = metrics["loss"][0]
         loss = float(previous_loss)
         return {"seconds": time.perf_counter() - start, "loss": loss}
 
@@ -75,8 +74,8 @@ class Contender:
         """
         tokens, context = np.load(tokens), self.experiment.config.model.context
         batches = EvalBatches(tokens, context=context, batch_size=64, windows=len(tokens))
-        loss = self.experiment.evaluate(self.state.evaluated, batches)["loss"]
-        return {"loss": loss, "parameters": self.experiment.parameters}
+        (scores,) = self.experiment.evaluate(self.state.evaluated, batches)
+        return {"loss": scores["loss"], "parameters": self.experiment.parameters}
 
     def floor(self):
         """The `seconds` of all matrix products of a step, each alone."""

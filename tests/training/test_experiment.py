@@ -62,7 +62,7 @@ def test_program_of_a_step_is_that_of_any_seed_and_learning_rate(strategy, name)
 def test_seed_and_learning_rates_change_what_a_step_computes(name, fields):
     def params(**changes):
         run = experiment(name=name, model=Small(), **changes)
-        now, _ = run.train_step(run.create_state(begin), run.parallel.place_batch(BATCHES[0]))
+        now, _ = run.train_steps(run.create_state(begin), [BATCHES[0]])
         return jax.device_get(now.params)
 
     begin = parameters(Small(), BATCHES[0].tokens)["params"]
@@ -97,5 +97,5 @@ def test_losses_are_over_the_tokens_of_the_tokenizer_alone(model):
     total, count = run.eval_step(params["params"], batch)
     losses = [total / count]
     if isinstance(model, Small):  # is compiled at once
-        losses.append(run.train_step(run.create_state(params["params"]), batch)[1]["loss"])
+        losses.append(run.train_steps(run.create_state(params["params"]), [BATCHES[0]])[1]["loss"][0])
     np.testing.assert_allclose(losses, expected, rtol=1e-5)

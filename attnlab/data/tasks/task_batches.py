@@ -1,5 +1,7 @@
 """Batches of a task. The global batch at a step is a pure function of (seed, step)."""
 
+import copy
+
 import jax
 import numpy as np
 
@@ -25,6 +27,12 @@ class TaskBatches:
         self._task, self._context, self._batch_size, self._seed = task, context, batch_size, seed
         share = batch_size // process_count
         self._examples = np.arange(process_index * share, (process_index + 1) * share)
+
+    def of_seed(self, seed: int) -> "TaskBatches":
+        """The sequences of another seed."""
+        other = copy.copy(self)
+        other._seed = seed
+        return other
 
     def __len__(self) -> int:
         return TEST  # no step of training is a held-out one
