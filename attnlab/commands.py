@@ -82,24 +82,29 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
             return code
         finally:
             status.clear()
-    except (UserError, flags.Error) as error:  # flags.Error: an unreadable --flagfile
-        message = one_line(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except (MemoryError, RuntimeError) as error:
-        remedies = (remedy for text, remedy in _REMEDIES.items() if text in f"{type(error).__name__}: {error}")
-        if (remedy := next(remedies, None)) is None:
-            raise
-        message = f"{remedy} ({one_line(error)})"
     except BrokenPipeError:  # as with `attnlab … | head`
         with contextlib.suppress(OSError):
             sys.stdout.close()
         return 141
-    except OSError as error:  # e.g. a full disk, or no permission
-        message = f"{error.strerror or one_line(error)}: {error.filename or _without_name()}"
+    except (UserError, flags.Error, MemoryError, RuntimeError, OSError) as error:
+        if (message := explained(error)) is None:
+            raise
     print(f"error: {shown(message, sys.stderr)}", file=sys.stderr)
     return 2
+
+
+def explained(error: BaseException) -> str | None:
+    """An error of the user's in one line, with what to do; None for any other."""
+    if isinstance(error, UserError | flags.Error):  # flags.Error: an unreadable --flagfile
+        return one_line(error)
+    if isinstance(error, OSError):  # e.g. a full disk, or no permission
+        return f"{error.strerror or one_line(error)}: {error.filename or _without_name()}"
+    remedies = (remedy for text, remedy in _REMEDIES.items() if text in f"{type(error).__name__}: {error}")
+    remedy = next(remedies, None)
+    return remedy and f"{remedy} ({one_line(error)})"
 
 
 def _without_name() -> str:

@@ -41,11 +41,12 @@ from attnlab.sweeping import grid, training_runs
 from attnlab.testing.layer import check_layer
 from attnlab.training import flops, precision
 from attnlab.training import text as texts
+from attnlab.training.workdir import read_config
 
 MARKER = "comparison.json"
 FLAGS = (
     "variant", "variants", "learning_rates", "seeds", "tuning_seeds", "tasks", "match", "match_length", "jobs",
-    "workdir", "dry_run", "nodry_run", "check",
+    "together", "workdir", "dry_run", "nodry_run", "check",
 )  # fmt: skip
 # Of which an experiment's dictionary COMPARE may have other values, in the words of a command line.
 DEFAULT_OF_FILE = ("learning_rates", "seeds", "tuning_seeds", "tasks", "match", "match_length", "jobs")
@@ -77,7 +78,7 @@ def _define(values, argv) -> None:
     whole("match_length", None, meaning, 1, flag_values=values)
     meaning = f"tasks, with a table for each: some of {', '.join(parts.TASKS)}"
     flags.DEFINE_list("tasks", [], meaning, flag_values=values)
-    whole("jobs", 1, "runs at a time; times are comparable with 1 alone", 1, flag_values=values)
+    training_runs.define(values)
     text("workdir", None, "folder of the comparison; by default runs/CONFIG-comparison", flag_values=values)
     meaning = "check custom layers before any run, by attnlab.testing.check_layer"
     flags.DEFINE_enum("check", "on", ["on", "off"], meaning, flag_values=values)
@@ -112,9 +113,11 @@ def _main(values, argv: list[str]) -> int:
     content = {"variants": {variant.name: variant.options for variant in variants}, "options": options}
     content |= {"tasks": list(tasks)} if tasks else {}
     clock = training_runs.Clock(sum(len(_tuning(part)) + len(variants) * len(protocol.seeds) for part in made))
+    together = training_runs.checked(values)
     try:
         with training_runs.claimed(folder, MARKER, content) as lock:
-            compared = [_compare(part, values.jobs, lock, clock) for part in made]
+            runner = training_runs.Runner(values.jobs, together, lock, clock)
+            compared = [_compare(part, runner) for part in made]
             sections = [section for found, _ in compared for section in found]
             print(f"the page of all is {page.write(folder, name, sections)}")
             return int(any(failed for _, failed in compared))
@@ -176,20 +179,20 @@ def _protocol(values, config, options: tuple[str, ...]) -> Protocol:
     return Protocol(options, tuple(sorted(rates)), tuple(range(first, fresh)), seeds)
 
 
-def _compare(part: Part, jobs: int, lock: int, clock) -> tuple[list[page.Section], bool]:
+def _compare(part: Part, runner: training_runs.Runner) -> tuple[list[page.Section], bool]:
     """Train, measure and report a part: its sections of the page, and whether a run failed."""
     name, folder, protocol, variants, published = part
     if name:
         print(f"--- {name}")
         folder.mkdir(exist_ok=True)
-    failed = _train(_tuning(part), folder, jobs, lock, clock)
+    failed = _train(_tuning(part), folder, runner)
     rates = {variant.name: protocols.chosen_rate(protocol, variant, folder) for variant in variants}
     final = {variant.name: protocol.final(variant, rates[variant.name][0]) for variant in variants}
-    failed |= _train([point for points in final.values() for point in points], folder, jobs, lock, clock)
-    measured = _measure(final, folder, lock)
+    failed |= _train([point for points in final.values() for point in points], folder, runner)
+    measured = _measure(final, folder, runner.lock)
     rows = table.rows(protocol, variants, folder, rates, measured)
     print(table.as_text(table.cells(rows)))
-    notes = _notes(protocol, rows, jobs)
+    notes = _notes(protocol, rows, runner.jobs, _together(final, folder))
     print("\n".join(notes))
     table.write(rows, folder, notes)
     print(f"{table.TABLE} and {table.TEXT} are in {folder}")
@@ -212,9 +215,9 @@ def _replicate(part: Part, published: replication.Published, final, measured) ->
     return replication.section(part.name, rows, notes)
 
 
-def _train(points, folder: Path, jobs: int, lock: int, clock) -> dict[str, str]:
+def _train(points, folder: Path, runner: training_runs.Runner) -> dict[str, str]:
     ended = {point.name for point in points if protocols.has_ended(point, folder)}
-    failed = training_runs.train_all(points, ended, folder, jobs, lock, clock)
+    failed = runner.train(points, ended, folder)
     return {name: error for name, error in failed.items() if not protocols.diverged(folder / name)}
 
 
@@ -235,7 +238,13 @@ def _measure(final, folder: Path, lock: int) -> dict[str, dict]:
     return {name: read_json(file) for name, file in files.items() if file.exists()}
 
 
-def _notes(protocol: Protocol, rows, jobs: int) -> list[str]:
+def _together(final, folder: Path) -> set[int]:
+    """With how many others, itself included, a run was trained as one program."""
+    workdirs = [folder / point.name for points in final.values() for point in points]
+    return {read_config(workdir).get("together", 1) for workdir in workdirs if (workdir / "config.json").exists()}
+
+
+def _notes(protocol: Protocol, rows, jobs: int, together: set[int]) -> list[str]:
     rates, tuning = ", ".join(f"{rate:g}" for rate in protocol.rates), len(protocol.tuning_seeds)
     on = "text" if protocol.measure == "loss" else "sequences"
     chosen = f"s {rates}, chosen with {tuning} other seed{'s' if tuning > 1 else ''} on other {on}"
@@ -263,6 +272,9 @@ def _notes(protocol: Protocol, rows, jobs: int) -> list[str]:
     notes += [f"{row['variant']}: its operators do not conform." for row in rows if row["conforms"] is False]
     if jobs > 1:
         notes.append(f"Loss at equal time and tokens/s are of --jobs={jobs}: comparable with --jobs=1 alone.")
+    if together - {1}:
+        counts = " or ".join(map(str, sorted(together)))
+        notes.append(f"Loss at equal time and tokens/s are of {counts} runs together: comparable for one number alone.")
     return notes
 
 

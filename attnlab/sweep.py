@@ -33,7 +33,7 @@ from attnlab.sweeping import grid, groups, training_runs
 MARKER, TABLE, GROUPS, PLOT = "sweep.json", "runs.csv", "groups.csv", "runs.png"
 LOSSES, COUNTS = ("loss", "best_loss", "mean_loss", "low", "high"), ("best_step", "steps", "tokens_per_second")
 _GRID = "config.FIELD=VALUE,VALUE,…, or several fields that vary together"
-FLAGS = ("grid", "jobs", "workdir", "dry_run", "nodry_run")  # the command's, not the runs'
+FLAGS = ("grid", "jobs", "together", "workdir", "dry_run", "nodry_run")  # the command's, not the runs'
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def _define(values, argv) -> None:
     commands.define_import(values, argv)
     commands.define_config(values, argv)
     flags.DEFINE_multi_string("grid", [], _GRID, flag_values=values)
-    flags.DEFINE_integer("jobs", 1, "runs at a time, which share cores and accelerators", 1, flag_values=values)
+    training_runs.define(values)
     flags.DEFINE_string("workdir", None, "folder of the sweep; by default runs/CONFIG-sweep", flag_values=values)
     flags.DEFINE_bool("dry_run", False, "list the runs, and start none", flag_values=values)
 
@@ -55,6 +55,7 @@ def _main(values, options: list[str]) -> int:
     if not values.grid:
         raise UserError("--grid is missing: name a field and its values, e.g. --grid config.seed=0,1")
     _, name = commands.config_of(values)
+    together = training_runs.checked(values)
     points = grid.points(values.grid, options)
     folder = Path(values.workdir or f"runs/{name}-sweep")
     if values.dry_run:
@@ -63,7 +64,8 @@ def _main(values, options: list[str]) -> int:
     finished = {point.name for point in points if train.is_finished(point.config, folder / point.name)}
     try:
         with training_runs.claimed(folder, MARKER, {"grid": values.grid, "options": options}) as lock:
-            failed = training_runs.train_all(points, finished, folder, values.jobs, lock)
+            runner = training_runs.Runner(values.jobs, together, lock, training_runs.Clock(len(points)))
+            failed = runner.train(points, finished, folder)
     except workers.Interrupted as stopped:
         return 128 + stopped.args[0]
     rows = table(points, folder, failed)

@@ -143,8 +143,11 @@ def train(
 
 
 def is_finished(config: ConfigDict | RunConfig, workdir: str | Path) -> bool:
-    """Whether the run of a config is in a workdir and finished; nothing is loaded or written."""
-    return runs.resolve(config, workdir).origin == "finished"
+    """Whether the run of a config is in a workdir and finished; nothing is loaded or written.
+
+    Without a run there, no device is asked: the process that asks may not be the one that trains.
+    """
+    return (Path(workdir) / "config.json").exists() and runs.resolve(config, workdir).origin == "finished"
 
 
 def _print_finished(plan: runs.RunPlan) -> None:

@@ -4,6 +4,7 @@ python -m attnlab.support.workers MODULE …    # what `run` starts: a module th
 """
 
 import contextlib
+import json
 import os
 import re
 import runpy
@@ -21,14 +22,24 @@ from attnlab.support import hugepages
 POLL = 0.1  # seconds
 PARENT_POLL = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TOLD = "ended: "  # begins a line in which a module tells that a part of its work has ended
 WARNING = re.compile(r"^jaxlib |(Runtime|User)Warning: ")  # lines of a log on wrong or doubtful numbers
 
 
 class Ended(NamedTuple):
-    """How a process ended; `error` is the last line that it printed if it failed, else ""."""
+    """How a process ended; `error` is the last line that it printed if it failed, else "".
+
+    `part` of its work that it told of with `tell`, if the process itself may go on.
+    """
 
     name: str
     error: str
+    part: str = ""
+
+
+def tell(part: str, error: str = "") -> None:
+    """In a module that `run` runs: tell that a part of the work has ended, with an error if it failed."""
+    print(f"{TOLD}{json.dumps([part, error])}", flush=True)
 
 
 class Interrupted(BaseException):
@@ -60,12 +71,14 @@ def run(
     lock: int,  # a file descriptor that each process holds open
     started: Callable[[str], None] = lambda name: None,  # called with the name of each process that is started
 ) -> Iterator[Ended]:
-    """Run modules as processes, so many at a time, and yield how they end; all stop where the caller is interrupted.
+    """Run modules as processes, so many at a time, and yield how they, and parts that they `tell` of, end.
+
+    All stop where the caller is interrupted.
 
     Each warning in their logs is printed once.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    waiting, running, warned = dict(modules), {}, set()
+    waiting, running, warned, told = dict(modules), {}, set(), {}
     try:
         while waiting or running:
             for name in list(waiting)[: jobs - len(running)]:
@@ -73,7 +86,14 @@ def run(
                 size = log.stat().st_size if log.exists() else 0
                 running[name] = _start(waiting.pop(name), log, lock), log, size
                 started(name)
-            for name in [name for name, (process, *_) in running.items() if process.poll() is not None]:
+            done = [name for name, (process, *_) in running.items() if process.poll() is not None]
+            for name, (_, log, size) in running.items():
+                lines = _printed(log, size)
+                for line in [line for line in lines if line.startswith(TOLD)][told.get(name, 0) :]:
+                    told[name] = told.get(name, 0) + 1
+                    part, error = json.loads(line.removeprefix(TOLD))
+                    yield Ended(name, error, part)
+            for name in done:
                 process, log, size = running.pop(name)
                 lines = _printed(log, size)
                 warnings = [line for line in dict.fromkeys(lines) if WARNING.search(line) and line not in warned]

@@ -6,12 +6,36 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from absl import flags
 
 from attnlab.support import paths, workers
+from attnlab.support.errors import UserError
 from attnlab.support.progress import Progress
+from attnlab.sweeping import together
 from attnlab.sweeping.grid import Point
 
 LOGS = "logs"
+# The fields in which runs of one program may differ.
+SAME = {"seed": 0, "optimizer.learning_rate": 1.0, "optimizer.muon_learning_rate": 1.0}
+
+
+def define(values) -> None:
+    """Define the flags of how runs are trained."""
+    flags.DEFINE_integer("jobs", 1, "processes at a time; times are comparable with 1 alone", 1, flag_values=values)
+    meaning = (
+        "runs that differ in seed and learning rate alone are trained so many together, as one program; auto: as many "
+        "as the device holds where that is faster, which is measured, and on CPUs 1"
+    )
+    flags.DEFINE_string("together", together.AUTO, meaning, flag_values=values)
+
+
+def checked(values) -> str:
+    """The value of --together; UserError for one that is neither auto nor a number from 1."""
+    if values.together == together.AUTO or (values.together.isdecimal() and int(values.together)):
+        return values.together
+    raise UserError(f"--together={values.together}: expected auto, or the number of runs, 1 or more")
 
 
 @contextlib.contextmanager
@@ -28,26 +52,60 @@ def claimed(folder: Path, marker: str, content: dict) -> Iterator[int]:
         yield lock
 
 
-def train_all(
-    points: Sequence[Point], finished: set[str], folder: Path, jobs: int, lock: int, clock: "Clock | None" = None
-) -> dict[str, str]:
-    """Train what is not finished, and print each end; the errors of the runs that failed, by name."""
-    clock = clock or Clock(len(points))
-    progress, failed = Progress(), {}
-    if finished:
-        clock.skip(len(finished))
-        progress.print(f"{len(finished)} of {len(points)} runs are finished, and are kept")
-    modules = {
-        point.name: ["attnlab.train", *point.options, f"--workdir={folder / point.name}"]
-        for point in points
-        if point.name not in finished
-    }
-    for ended in workers.run(modules, jobs, folder / LOGS, lock):
-        if ended.error:
-            failed[ended.name] = ended.error
-        how = f"failed: {ended.error} (see {folder / LOGS})" if ended.error else "finished"
-        progress.print(f"{clock.count()}  {ended.name}  {how}{clock.left()}")
-    return failed
+class Runner(NamedTuple):
+    """Trains runs in processes.
+
+    Attributes:
+      jobs: processes at a time.
+      together: how many runs of one program are trained as one, see `together.train_all`.
+      lock: a file descriptor that each process holds open.
+      clock: counts the runs.
+    """
+
+    jobs: int
+    together: str
+    lock: int
+    clock: "Clock"
+
+    def train(self, points: Sequence[Point], finished: set[str], folder: Path) -> dict[str, str]:
+        """Train what is not finished, and print each end; the errors of the runs that failed, by name."""
+        progress, failed = Progress(), {}
+        if finished:
+            self.clock.skip(len(finished))
+            progress.print(f"{len(finished)} of {len(points)} runs are finished, and are kept")
+        waiting = {point.name: point for point in points if point.name not in finished}
+        processes = {group[0].name: group for group in _groups(list(waiting.values()), self.jobs)}
+        while processes:
+            words = {name: self._words(group, folder) for name, group in processes.items()}
+            again = {}
+            for ended in workers.run(words, self.jobs, folder / LOGS, self.lock):
+                group = processes[ended.name]
+                left = [point for point in group if point.name in waiting]
+                if not ended.part and len(group) > 1:  # a process that died says nothing of its other runs
+                    again |= {point.name: [point] for point in left}
+                elif ended.part or left:
+                    name, error = ended.part or ended.name, ended.error
+                    error = error if ended.part else error or "its process ended before it"
+                    failed |= {name: error} if error else {}
+                    del waiting[name]
+                    how = f"failed: {error} (see {folder / LOGS})" if error else "finished"
+                    progress.print(f"{self.clock.count()}  {name}  {how}{self.clock.left()}")
+            processes = again
+        return failed
+
+    def _words(self, points: Sequence[Point], folder: Path) -> list[str]:
+        described = json.dumps({point.name: point.options for point in points})
+        return [together.__name__, self.together, str(folder), described]
+
+
+def _groups(points: Sequence[Point], jobs: int) -> Iterator[list[Point]]:
+    """Runs of one program, in up to `jobs` parts."""
+    programs = {}
+    for point in points:
+        programs.setdefault(repr(point.config.changed(SAME)), []).append(point)
+    for alike in programs.values():
+        size = -(-len(alike) // jobs)
+        yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
 
 class Clock:

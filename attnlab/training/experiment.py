@@ -166,12 +166,10 @@ class Experiment:
 
         return self.parallel.compile_eval(step)
 
-    def create_state(self, params=None) -> TrainState:
-        """The state before the first step, on the devices, with random parameters unless `params` are passed."""
+    def create_state(self, params=None, seed: int | None = None) -> TrainState:
+        """The state before the first step, on the devices, with `params`, or random ones of a seed, the config's."""
         if params is None:
-            state = self.parallel.create_state(self._create, jnp.int32(self.config.seed))
-            self._init.clear_cache()  # its program is large, and not needed again
-            return state
+            return self.parallel.create_state(self._create, jnp.int32(self.config.seed if seed is None else seed))
         like = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         params, step = jax.device_put((params, np.int32(0)), (like.params, like.step))
         opt_state = jax.jit(self.optimizer.init, out_shardings=like.opt_state)(params)
@@ -192,6 +190,10 @@ class Experiment:
                 return None
             sums = sums + np.float64(jax.device_get(step(params, self.parallel.place_batch(batch))))
         return [_means(*of_run) for of_run in np.atleast_2d(sums)]
+
+    def forget_init(self) -> None:
+        """Free the program that draws parameters, which is large."""
+        self._init.clear_cache()
 
     def trace(self) -> jax.stages.Traced:
         """The training step traced for shapes: `.jaxpr` lists what it computes, and nothing is compiled."""

@@ -6,7 +6,7 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,6 +118,28 @@ def _precision(config: RunConfig, workdir: Workdir, passed: Passed, device: jax.
     return chosen[parallel_lib.from_first_process(chosen.index(precision.resolved("auto")))]
 
 
+class Program(NamedTuple):
+    """What runs share that start from the same step, and differ in what `Experiment.fixed` holds alone."""
+
+    text: Text
+    experiment: Experiment
+
+
+def load(plan: RunPlan, extensions: Sequence[dict] = (), say: Callable[[str], None] = status.silent) -> Program:
+    """Load the text of a run, and make what it computes with; `extensions` as in `optimizer.learning_rate`."""
+    parallel = parallel_lib.from_config(plan.config)
+    text = texts.load(plan.config, plan.workdir, plan.tokenizer, parallel.batch_share, say)
+    options = {"parallel": parallel, "extensions": extensions, **plan.passed.of_experiment()}
+    return Program(text, Experiment(plan.config, text.tokenizer.vocab_size, **options))
+
+
+def start_of(plan: RunPlan) -> tuple[int, list[dict]]:
+    """The step from which a run starts, and its extensions."""
+    with contextlib.closing(Checkpoints(plan.workdir.checkpoint_dir(plan.config))) as checkpoints:
+        start, _ = _resume_step(checkpoints, plan.workdir, plan.config, eval_only=False)
+    return start, plan.workdir.extensions(plan.config, start)
+
+
 class Run(NamedTuple):
     """A run while it trains or is evaluated.
 
@@ -145,7 +167,7 @@ def open(
     eval_only: bool = False,
     on_phase: OnPhase = contextlib.nullcontext,
     tracker: trackers.NewTracker | None = None,
-    like: Run | None = None,
+    program: Program | None = None,
     together: int = 1,
 ) -> Iterator[Run]:
     """Load the text and the newest intact state of a run, and take its files unless `eval_only`.
@@ -153,7 +175,7 @@ def open(
     Args:
       plan: what `resolve` returns.
       eval_only, on_phase, tracker: as in `attnlab.train.train`.
-      like: a run of the same program, see `program_of`, whose text and compiled steps this one shares.
+      program: what `load` returned for this plan, or for one that shares its program.
       together: how many runs are trained as one program.
 
     Raises:
@@ -174,19 +196,14 @@ def open(
         resources.enter_context(precision.products(config.precision))
         if workdir.previous_run and is_first and not eval_only:
             resources.enter_context(workdir.claimed())
-        if like:
-            parallel, text = like.experiment.parallel, like.text.of_seed(config.seed)
-        else:
-            parallel = parallel_lib.from_config(config)
-            text = texts.load(config, workdir, plan.tokenizer, parallel.batch_share, say)
         checkpoints = Checkpoints(workdir.checkpoint_dir(config), config.checkpoint.keep, on_phase)
         resources.callback(checkpoints.close)
         start, damaged = _resume_step(checkpoints, workdir, config, eval_only)
         extensions = workdir.extensions(config, start)
-        options = {"parallel": parallel, "extensions": extensions, **plan.passed.of_experiment()}
-        experiment = like.experiment if like else Experiment(config, text.tokenizer.vocab_size, **options)
+        program = load(plan, extensions, say) if program is None else program
+        text, experiment = program.text.of_seed(config.seed), program.experiment
         say(f"restoring step {start}" if start else "initializing the model")
-        state = _state(experiment, checkpoints, start)
+        state = _state(experiment, checkpoints, start, config)
         reporter, log = metrics_lib.ProgressReporter(config.steps, start, silent=not is_first or eval_only), None
         if not eval_only:
             offset = checkpoints.metadata(start)["log"] if start else None  # in every process: Orbax waits for all
@@ -228,13 +245,13 @@ def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: RunConfig, 
     return start, damaged
 
 
-def _state(experiment: Experiment, checkpoints: Checkpoints, start: int) -> TrainState:
+def _state(experiment: Experiment, checkpoints: Checkpoints, start: int, config: RunConfig) -> TrainState:
     """The state at a checkpoint, or the initial one."""
     if start:
         return checkpoints.restore(start, experiment.abstract_state)
-    if not experiment.config.init_from:
-        return experiment.create_state()
-    return experiment.create_state(pretrained.params(experiment.config, experiment.abstract_state.params))
+    if not config.init_from:
+        return experiment.create_state(seed=config.seed)
+    return experiment.create_state(pretrained.params(config, experiment.abstract_state.params))
 
 
 def _open_files(

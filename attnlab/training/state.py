@@ -49,13 +49,15 @@ def create(
 ) -> TrainState:
     """The state before the first step, bit-identical for equal seeds; `scan` stacks the layers."""
 
-    @jax.jit  # op by op, it is 15 programs, of 1.5 MiB each
-    def begin(params):
-        params = stack_layers(params) if scan else params
-        copy = jax.tree.map(jnp.copy, params) if average else None
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), copy)
+    params = (init or jax.jit(model.init))(jax.random.key(seed), np.zeros((1, 1), np.int32))["params"]
+    return _begun(params, optimizer=optimizer, scan=scan, average=average)
 
-    return begin((init or jax.jit(model.init))(jax.random.key(seed), np.zeros((1, 1), np.int32))["params"])
+
+@functools.partial(jax.jit, static_argnames=("optimizer", "scan", "average"))  # op by op, it is 15 programs
+def _begun(params, optimizer, scan, average):
+    params = stack_layers(params) if scan else params
+    copy = jax.tree.map(jnp.copy, params) if average else None
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), copy)
 
 
 def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Array, "B T"]:

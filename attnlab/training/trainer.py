@@ -49,6 +49,9 @@ class Trainer:
       runs: open; their logs and files are written by the first process alone.
       on_step: called for every step in every process, `on_step(step, metrics)`; see `attnlab.train.train`.
       on_phase: `with on_phase(name)` surrounds each of `checkpoints.PHASES`.
+
+    Attributes:
+      errors: of the runs that diverged, by place.
     """
 
     def __init__(
@@ -68,12 +71,14 @@ class Trainer:
         self.preemption, self.on_step, self.on_phase = preemption, on_step, on_phase
         self._together, self._count = len(runs) > 1, len(runs)
         self.state = states.joined([run.state for run in runs]) if self._together else first.state
+        self.experiment.forget_init()
         self._fixed = self.experiment.fixed(*(run.plan.config for run in runs))
         self._runs = {place: run._replace(state=None) for place, run in enumerate(runs)}  # that have not ended
         # No samples of a user's model, and of a task.
         is_text = isinstance(self.experiment.model, GPT) and named.parse(self.config.data.name) is None
         self._sampled = self.config.sample.length if is_text else 0  # tokens
         self._history = frozenset(history_steps(self.config.steps, self.config.checkpoint.history))
+        self.errors: dict[int, str] = {}
         self._unread = collections.deque()  # calls that were dispatched, but not yet read
         self._timer = _Timer(self.start)
 
@@ -354,6 +359,7 @@ class Trainer:
         )
         if not self._together:
             raise error
+        self.errors[place] = str(error)
         self._print(place, f"error: {error}")
         self._end(place)
 
