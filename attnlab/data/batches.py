@@ -13,6 +13,7 @@ from attnlab.data.permutation import permuted
 from attnlab.support.errors import UserError
 
 PREFETCHED = 8  # batches
+BLOCK = 256  # training windows that are found and read at a time
 
 
 class Batch(NamedTuple):
@@ -85,18 +86,19 @@ class TrainBatches:
         if batch_size < 1 or batch_size % process_count:
             raise UserError(f"batch_size = {batch_size} must be a multiple of the {process_count} processes")
         self._weights, self._batch_size = weights or [1], batch_size
-        self._context = context
-        self._orders = self._ordered(seed)
         share = batch_size // process_count
         self._examples = np.arange(process_index * share, (process_index + 1) * share)
+        self._block, self._context = max(1, BLOCK // share), context
+        self._set_seed(seed)
 
-    def _ordered(self, seed: int) -> list:
-        return [_Shuffled(text.length, self._context, seed, number) for number, text in enumerate(self._texts)]
+    def _set_seed(self, seed: int) -> None:
+        orders = [_Shuffled(text.length, self._context, seed, number) for number, text in enumerate(self._texts)]
+        self._read = functools.lru_cache(maxsize=2)(functools.partial(self._read_block, orders))
 
     def of_seed(self, seed: int) -> "TrainBatches":
         """The windows of the same texts by another seed."""
         other = copy.copy(self)
-        other._orders = self._ordered(seed)
+        other._set_seed(seed)
         return other
 
     def __len__(self) -> int:
@@ -104,10 +106,21 @@ class TrainBatches:
 
     def __getitem__(self, step: int) -> Batch:
         """This process's share of the global batch at `step`."""
-        chosen = [interleave(step * self._batch_size + int(example), self._weights) for example in self._examples]
-        starts = np.array([self._orders[text].start(number) for text, number in chosen])
-        tokens, segments = _windows(self._texts, np.array([text for text, _ in chosen]), starts)
-        return Batch(tokens, self._examples.astype(np.int32), np.ones(len(starts), np.float32), segments)
+        block, number = divmod(step, self._block)
+        tokens, segments = self._read(block)
+        weight = np.ones(len(self._examples), np.float32)
+        segments = None if segments is None else segments[number]
+        return Batch(tokens[number], self._examples.astype(np.int32), weight, segments)
+
+    def _read_block(self, orders, block: int):
+        """Tokens and segments of some steps, each `[steps, batch, context + 1]`: NumPy takes about as long for one."""
+        steps = np.arange(block * self._block, (block + 1) * self._block)
+        which, numbers = interleave((steps[:, None] * self._batch_size + self._examples).ravel(), self._weights)
+        starts = np.empty_like(numbers)
+        for text, order in enumerate(orders):
+            starts[which == text] = order.starts(numbers[which == text])
+        found = _windows(self._texts, which, starts)
+        return [None if x is None else x.reshape(len(steps), -1, x.shape[-1]) for x in found]
 
 
 class Stacked:
@@ -124,18 +137,20 @@ class Stacked:
         return Batch(*(None if x[0] is None else np.stack(x) for x in zip(*batches)))
 
 
-def interleave(number: int, weights: Sequence[int]) -> tuple[int, int]:
-    """The text of an example, and its number within that text; any `sum(weights)` examples have `weights` of each.
+def interleave(number: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The texts of examples, and their numbers within these; any `sum(weights)` examples have `weights` of each.
 
     Of the first n examples, ⌊n · weights[0] / sum(weights)⌋ are of text 0; the others are interleaved in the same way.
     """
-    rest = sum(weights)
-    for text, weight in enumerate(weights[:-1]):
-        before = number * weight // rest
-        if (number + 1) * weight // rest > before:
-            return text, before
-        number, rest = number - before, rest - weight
-    return len(weights) - 1, number
+    number = np.array(number, np.int64)
+    text, rest = np.full(number.shape, len(weights) - 1), sum(weights)
+    for each, weight in enumerate(weights[:-1]):
+        left, before = text == len(weights) - 1, number * weight // rest
+        taken = left & ((number + 1) * weight // rest > before)
+        text[taken] = each
+        number = np.where(taken, before, np.where(left, number - before, number))
+        rest -= weight
+    return text, number
 
 
 def _shares(count: int, weights: Sequence[int]) -> list[int]:
@@ -157,11 +172,14 @@ class _Shuffled:
         # The first text has the same order as without other texts.
         self._epoch = functools.lru_cache(maxsize=4)(functools.partial(_epoch, seed, text, self._offsets))
 
-    def start(self, example: int) -> int:
-        """The first token of an example's window."""
-        epoch, index = divmod(example, self._windows)
-        order, offset = self._epoch(epoch)
-        return permuted(index, self._windows, order) * self._context + offset
+    def starts(self, examples: np.ndarray) -> np.ndarray:
+        """The first token of each example's window."""
+        epochs, index = np.divmod(examples, self._windows)
+        starts = np.empty_like(index)
+        for epoch in np.unique(epochs):
+            (order, offset), now = self._epoch(int(epoch)), epochs == epoch
+            starts[now] = permuted(index[now], self._windows, order) * self._context + offset
+        return starts
 
 
 def _epoch(seed: int, text: int, offsets: int, epoch: int) -> tuple[int, int]:

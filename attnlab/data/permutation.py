@@ -10,29 +10,31 @@ first, as in Grain.
 import functools
 import math
 
+import numpy as np
+
 ROUNDS = 4
 SMALLEST_BLOCK = 16  # bits; the permutations of smaller blocks show patterns
 
 
-def permuted(index: int, size: int, seed: int) -> int:
-    """The image of an index under a permutation of `range(size)`.
+def permuted(index: np.ndarray, size: int, seed: int) -> np.ndarray:
+    """The images of indices under a permutation of `range(size)`, int64 `[n]`.
 
     Args:
-      index: from 0 to size − 1.
+      index: from 0 to size − 1, int64 `[n]`.
       size: number of permuted indices, at least 1.
       seed: from 0 to 2³² − 1; determines the permutation.
     """
     if size == 1:
-        return 0
+        return index
     bits = math.ceil(math.log2(size - 1))
     half, keys = max(bits + bits % 2, SMALLEST_BLOCK) // 2, _round_keys(seed)
     index = _encrypted(index, half, keys)
-    while index >= size:
-        index = _encrypted(index, half, keys)
+    while (outside := index >= size).any():
+        index[outside] = _encrypted(index[outside], half, keys)
     return index
 
 
-def _encrypted(value: int, half: int, keys: tuple[int, ...]) -> int:
+def _encrypted(value: np.ndarray, half: int, keys: tuple[int, ...]) -> np.ndarray:
     """A permutation of the numbers of 2 · half bits."""
     mask = (1 << half) - 1
     left, right = value >> half & mask, value & mask

@@ -138,7 +138,7 @@ def test_segments_number_the_documents_of_a_window(seed, context):
 def test_interleaving_is_exact_over_every_period(weights, start):
     period = sum(weights)
     start -= start % period
-    found = [interleave(number, weights) for number in range(start, start + period)]
+    found = list(zip(*interleave(np.arange(start, start + period), weights)))
     for text, weight in enumerate(weights):
         numbers = [number for which, number in found if which == text]
         assert numbers == list(range(start // period * weight, start // period * weight + weight))
@@ -159,7 +159,7 @@ def test_mixture_shows_each_window_of_a_text_once_an_epoch():
 def test_texts_of_a_mixture_have_different_orders():
     batches = train([TEXT, TEXT], batch_size=40, weights=[1, 1])
     tokens = batches[0].tokens[:, 0]
-    chosen = np.array([interleave(number, [1, 1])[0] for number in range(40)])
+    chosen = interleave(np.arange(40), [1, 1])[0]
     assert not np.array_equal(tokens[chosen == 0], tokens[chosen == 1])
 
 
