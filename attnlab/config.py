@@ -221,9 +221,10 @@ class RunConfig:
         "reaction to a loss or gradient that is not finite: stop, or skip the update", "stop", choices=("stop", "skip")
     )
     precision: str = option(
-        "type of the computation; auto is the type that the hardware multiplies faster, and config.json records it",
+        "type of the computation; tf32 is float32 with products in TF32, of GPUs alone; auto is the type that the "
+        "hardware multiplies faster, bfloat16 or float32, and config.json records it",
         "auto",
-        choices=("auto", "float32", "bfloat16"),
+        choices=("auto", "float32", "tf32", "bfloat16"),
     )
     init_from: str = option(
         "weights to start from: the workdir of a run, or a folder with a Hugging Face model, whose tokenizer and shape "

@@ -28,6 +28,7 @@ from attnlab.planning import plans, topologies
 from attnlab.planning.plans import Plan
 from attnlab.support.errors import UserError
 from attnlab.support.paths import new_file, write_text
+from attnlab.training import precision
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,7 +68,8 @@ def table(planned: Plan) -> str:
     kind = f"{devices} device{'s' * (devices > 1)} of kind {topology.devices[0].device_kind}"
     accumulation = config.optimizer.accumulation
     parts = f", in {accumulation} parts" if accumulation > 1 else ""
-    batch = f"{config.batch_size} sequences of {config.model.context:,} tokens{parts}, {config.precision}"
+    computed = precision.described(config.precision)
+    batch = f"{config.batch_size} sequences of {config.model.context:,} tokens{parts}, {computed}"
     layers, kernels = len(planned.attention), [f"{count} × {name}" for name, count in training.kernels.items()]
     backends = f"{', '.join(dict.fromkeys(planned.attention.values()))} ({layers} layer{'s' * (layers > 1)})"
     moved = [f"{count} {kind} ({_size(size)} GiB)" for kind, (count, size) in training.collectives.items()]

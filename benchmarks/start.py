@@ -4,12 +4,14 @@
 
 Each is a process, timed from its start until its output shows what is waited for. Cold: with an empty compilation cache
 (JAX_COMPILATION_CACHE_DIR); warm: the same command again, with the cache that the cold one has filled. Files are in the
-system's cache in both cases. The default --config is quickstart.
+system's cache in both cases. The default --config is quickstart. The table names the device of the processes, a GPU or
+a CPU. With --record this process has the device as well, so that none of them reserves most of a GPU's memory.
 
-Figures, medians of seconds: import_flax_s (`import jax, flax`), import_attnlab_s (and `from attnlab import *`),
-start_cold_s, start_warm_s, first_character_cold_s and first_character_warm_s.
+Figures: the device, and medians of seconds: import_flax_s (`import jax, flax`), import_attnlab_s (and
+`from attnlab import *`), start_cold_s, start_warm_s, first_character_cold_s and first_character_warm_s.
 """
 
+import importlib.metadata
 import os
 import re
 import statistics
@@ -29,6 +31,7 @@ from .harness import options, tables, workers
 
 IMPORTS = {"flax": "import jax, flax", "attnlab": "import jax, flax; from attnlab import *"}
 COUNTS = {"rounds": (5, "starts of each kind")}
+DEVICE = "import jax; print(jax.devices()[0].device_kind)"
 IMPORTED = rb"imported"
 FIRST_STEP = rb"(?m)^first step finished"
 FIRST_CHARACTER = rb"(?s)."
@@ -44,6 +47,8 @@ def define(values, argv) -> None:
 
 def main(values) -> int:
     """Measure, and print the table."""
+    if values.record:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     options.check_common(values, COUNTS)
     config = configs.completed(commands.config_of(values)[0])
     overrides = config_flags.get_override_values(values["config"])
@@ -52,11 +57,14 @@ def main(values) -> int:
     if config.checkpoint.dir:
         raise UserError("--config.checkpoint.dir: each run of this benchmark saves in its own workdir; leave it out")
     with tempfile.TemporaryDirectory(prefix="attnlab-start-") as name:
+        device = _finish([sys.executable, "-c", DEVICE], Path(name)).strip()
         seconds = _starts(values.rounds, arguments, Path(name))
     medians = {what: {kind: statistics.median(s) for kind, s in row.items()} for what, row in seconds.items()}
     cells = {what: {kind: f"{s:.2f} s" for kind, s in row.items()} for what, row in medians.items()}
-    tables.table("from the command", cells, caption="medians")
-    figures = {f"{what.replace(' ', '_')}_{kind}_s": s for what, row in medians.items() for kind, s in row.items()}
+    title = f"from the command, on {device}, JAX {importlib.metadata.version('jax')}"
+    tables.table(title, cells, caption="medians; cold: with an empty compilation cache, warm: with a filled one")
+    figures = {"device": device}
+    figures |= {f"{what.replace(' ', '_')}_{kind}_s": s for what, row in medians.items() for kind, s in row.items()}
     options.keep_cases(values, "start", {" ".join([Path(arguments[0]).name, *arguments[1:]]): figures})
     return 0
 
@@ -115,8 +123,11 @@ def seconds_until(sign: bytes, command: list[str], folder: Path, environment: di
                 process.kill()
 
 
-def _finish(command, folder) -> None:
+def _finish(command, folder) -> str:
+    """Run a command to its end; returns its output."""
     log = folder / "stderr"
     with log.open("w") as errors:
-        if subprocess.run(command, stdout=subprocess.DEVNULL, stderr=errors).returncode:
-            raise UserError(f"{' '.join(command)} ended: {workers.last_line(log)}")
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    if done.returncode:
+        raise UserError(f"{' '.join(command)} ended: {workers.last_line(log)}")
+    return done.stdout

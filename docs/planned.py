@@ -36,6 +36,7 @@ CONFIGS = {
     "sancho:small": (),
     "sancho": (),
     "shakespeare_char": ("--vocab_size=65",),
+    "gpt_30m": (),
     "gpt2_124m": (),
     "gpt2_finetune": (
         "--config.data.tokenizer=byte",

@@ -48,6 +48,7 @@ def section(name: str, record: dict) -> str:
         ("loss", loss),
         ("attention", attention),
         ("products", products),
+        ("start", start),
         ("gpu", gpu),
     ):
         if benchmark in benchmarks:
@@ -127,6 +128,17 @@ def products(cases: dict[str, dict]) -> list[str]:
             rows.append([label, *cells, measured(case)])
     title = f"**Matrix products of a training step**, the time of PyTorch over the time of XLA. {extremes(ratios)}"
     return [title, markdown(["", "GFLOP", "XLA, ms", "PyTorch, ms", "ratio", "measured"], rows)]
+
+
+def start(cases: dict[str, dict]) -> list[str]:
+    """Every command until its first result, with an empty compilation cache and with a filled one."""
+    rows = []
+    for label, case in cases.items():
+        for name, result in (("start", "first step"), ("first_character", "first character")):
+            seconds = [f"{case['figures'][f'{name}_{kind}_s']:.1f}" for kind in ("cold", "warm")]
+            rows.append([f"{result}, `{label}`", case["figures"]["device"], *seconds, measured(case)])
+    title = "**Start-up**, seconds from the command to its first result, by the device that it ran on."
+    return [title, markdown(["", "device", "empty compilation cache", "filled", "measured"], rows)]
 
 
 def extremes(ratios: dict[str, float]) -> str:

@@ -49,6 +49,8 @@ def test_model_sizes_match_nanogpt_and_gpt2():
     # Less GPT-2's biases: 11 times its width a block, once at the end; more a padded vocabulary.
     assert parameters(gpt2, 256) == 124_439_808 - (12 * 11 + 1) * 768 + (50_304 - 50_257) * 768
     assert by_name["quickstart"].steps * by_name["quickstart"].batch_size * 64 == 2000 * 768
+    small = by_name["gpt_30m"]
+    assert parameters(small, small.data.vocab_size) == 29_369_856 and small.steps * small.batch_size * 512 > 6e8
 
 
 def test_unknown_variant_lists_the_known_ones():

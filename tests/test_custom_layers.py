@@ -111,7 +111,7 @@ def test_own_model_says_its_precision_and_what_works(tmp_path, capsys):
     assert train.train(config, tmp_path / "run", model=Bigram()) == 0
     shown = capsys.readouterr().out
     saved = json.loads((tmp_path / "run/config.json").read_text())
-    assert "in float32, into" in shown and saved["precision"] == "float32"
+    assert "in float32 (products in full precision), into" in shown and saved["precision"] == "float32"
     assert shown.splitlines()[-1] == f'load it in Python with: attnlab.load("{tmp_path}/run", model=…)'
     config.steps += 2
     with pytest.raises(UserError, match="holds a run of a Bigram whose vocab_size was 256, and is 300: pass an equal"):

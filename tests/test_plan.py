@@ -157,6 +157,7 @@ def test_layers_without_attention_have_their_kind_in_place_of_a_backend():
         (["--topology=here", "--json=text"], "--json=text exists: give a new file"),
         (["--topology=here", "--vocab_size=0"], "--vocab_size=0"),
         (["--topology=here", "--config.batch_size=7"], "config.batch_size = 7 .*devices"),
+        (["--topology=here", "--config.precision=tf32"], "config.precision = 'tf32' needs .* this is a cpu: use"),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from attnlab.nn import GPT
 from attnlab.ops import counting
 from attnlab.ops.cpu import products
+from attnlab.training import precision as precisions
 
 
 def per_token(model: nn.Module, length: int) -> float:
@@ -50,22 +51,23 @@ def _variables(model: nn.Module):
     return jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))
 
 
-def peak(dtype: str) -> float:
+def peak(precision: str) -> float:
     """FLOP/s that one device achieves in a large matrix product, best of six.
 
     Args:
-      dtype: data type of the operands; "float32" or "bfloat16".
+      precision: "float32" (in full precision), "tf32" or "bfloat16".
 
     >>> peak("float32") > 1e8
     True
     """
     size = 1024 if jax.default_backend() == "cpu" else 8192
-    x = jnp.ones((size, size), dtype)
+    x = jnp.ones((size, size), "bfloat16" if precision == "bfloat16" else "float32")
     multiply = jax.jit(functools.partial(products.dot_general, dimension_numbers=(((1,), (0,)), ((), ()))))
-    jax.block_until_ready(multiply(x, x))
     seconds = []
-    for _ in range(6):
-        start = time.perf_counter()
+    with precisions.products(precision):
         jax.block_until_ready(multiply(x, x))
-        seconds.append(time.perf_counter() - start)
+        for _ in range(6):
+            start = time.perf_counter()
+            jax.block_until_ready(multiply(x, x))
+            seconds.append(time.perf_counter() - start)
     return 2.0 * size**3 / min(seconds)

@@ -93,9 +93,9 @@ class Passed(NamedTuple):
         found = jnp.dtype(dtype).name
         if found not in _PRECISIONS:
             raise UserError(f"{name} computes in {found}: expected {' or '.join(_PRECISIONS)}")
-        if configured not in ("auto", found):
+        if configured not in ("auto", found) and (configured, found) != ("tf32", "float32"):
             raise UserError(f"config.precision = {configured!r}, but {name} computes in {found}: leave it out")
-        return found
+        return found if configured == "auto" else configured
 
 
 NOTHING = Passed()

@@ -1,4 +1,8 @@
-"""The data type of a run's computation: `config.precision`, where "auto" is the faster type on the hardware."""
+"""The precision of a run: `config.precision`, where "auto" is the faster type on the hardware.
+
+"tf32" has the types of "float32". Its products alone differ: NVIDIA's GPUs since Ampere round their operands to TF32,
+10 bits of mantissa.
+"""
 
 import contextlib
 import functools
@@ -6,34 +10,60 @@ from pathlib import Path
 
 import jax
 
+from attnlab.support.errors import UserError
+
+# JAX's names; without one, JAX multiplies float32 in TF32 on GPUs.
+_PRODUCTS = {"float32": "highest", "tf32": "tensorfloat32"}
+_DESCRIBED = {"float32": "float32 (products in full precision)", "tf32": "float32, products in TF32"}
 # Instructions of x86 CPUs that multiply bfloat16, as Linux names them.
 _CPU_FLAGS = {"avx512_bf16", "amx_bf16"}
 
 
 def products(precision: str) -> contextlib.AbstractContextManager:
-    """The context in which a run multiplies: float32 in full precision, where JAX takes TF32 on GPUs by default."""
-    return jax.default_matmul_precision("highest") if precision == "float32" else contextlib.nullcontext()
+    """The context in which a run multiplies: float32 in full precision, or in TF32."""
+    return jax.default_matmul_precision(_PRODUCTS[precision]) if precision in _PRODUCTS else contextlib.nullcontext()
+
+
+def described(precision: str) -> str:
+    """A resolved precision in words."""
+    return _DESCRIBED.get(precision, precision)
 
 
 def resolved(precision: str, device: jax.Device | None = None) -> str:
-    """The data type of a precision; "auto" is bfloat16 on devices that multiply it faster than float32.
+    """The precision that "auto" stands for; any other as it is.
 
-    These are TPUs, NVIDIA's GPUs from compute capability 8.0 on (Ampere), and CPUs with AVX512_BF16 or AMX_BF16.
+    It is bfloat16 on devices that multiply it faster than float32: TPUs, NVIDIA's GPUs from compute capability 8.0 on
+    (Ampere), and CPUs with AVX512_BF16 or AMX_BF16.
 
     Args:
-      precision: "auto", "float32" or "bfloat16".
+      precision: "auto", "float32", "tf32" or "bfloat16".
       device: the first of this process when None.
+
+    Raises:
+      UserError: "tf32", and the device has none.
     """
-    if precision != "auto":
+    if precision in ("float32", "bfloat16"):
         return precision
-    return "bfloat16" if _multiplies_bfloat16(device or jax.local_devices()[0]) else "float32"
+    device = device or jax.local_devices()[0]
+    if precision == "auto":
+        return "bfloat16" if _multiplies_bfloat16(device) else "float32"
+    if not _is_ampere(device):
+        raise UserError(
+            f"config.precision = 'tf32' needs NVIDIA's Ampere or newer, and this is a {device.device_kind}: use float32"
+        )
+    return precision
+
+
+def _is_ampere(device: jax.Device) -> bool:
+    """Whether it is a GPU of NVIDIA's Ampere or newer, which multiply both bfloat16 and TF32."""
+    capability = str(getattr(device, "compute_capability", ""))
+    return capability.replace(".", "", 1).isdecimal() and float(capability) >= 8
 
 
 def _multiplies_bfloat16(device: jax.Device) -> bool:
     if device.platform == "cpu":
         return bool(_CPU_FLAGS & _cpu_flags())
-    capability = str(getattr(device, "compute_capability", ""))
-    return device.platform == "tpu" or (capability.replace(".", "", 1).isdecimal() and float(capability) >= 8)
+    return device.platform == "tpu" or _is_ampere(device)
 
 
 @functools.cache

@@ -81,7 +81,8 @@ def resolve(
       device: one of those that will compute; None for this process' first.
 
     Raises:
-      UserError: an invalid config, or one that does not continue the run in the folder.
+      UserError: an invalid config, one that does not continue the run in the folder, or a precision that the device
+        lacks.
 
     >>> resolve(configs.default()).origin
     'fresh'
@@ -101,6 +102,8 @@ def resolve(
         raise UserError(f"{folder} holds no run to evaluate: train first")
     # An evaluation needs no log, so a damaged one does not stop it.
     finished = None if eval_only else metrics_lib.finished(folder.metrics, config.steps, config.eval.patience)
+    if not eval_only and finished is None:  # a run that is there is read and evaluated on any device
+        precision.resolved(config.precision, device)
     return RunPlan(config, folder, finished, tokenizer, passed, metadata)
 
 
@@ -293,7 +296,8 @@ def _report_start(run: Run) -> None:
     reporter.print(
         f"{config.data.name}: {text.summary}, vocabulary size {text.tokenizer.vocab_size}\n"
         f"{model} of {experiment.parameters:,} parameters on {devices} {jax.devices()[0].platform} "
-        f"device{'s' if devices > 1 else ''} ({parallel.strategy}), in {config.precision}, into {workdir}"
+        f"device{'s' if devices > 1 else ''} ({parallel.strategy}), in {precision.described(config.precision)}, "
+        f"into {workdir}"
     )
     if workdir.previous_run and (config.precision, precision.resolved("auto")) == ("bfloat16", "float32"):
         reporter.print(

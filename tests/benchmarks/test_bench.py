@@ -61,8 +61,8 @@ SMOKE = {
     ),
     "start": (
         " ".join(f"--config.{field}" for field in START) + " --rounds=1",
-        {"import_attnlab_s", "start_warm_s", "first_character_cold_s"},
-        "from the command",
+        {"device", "import_attnlab_s", "start_warm_s", "first_character_cold_s"},
+        "from the command, on cpu, JAX",
     ),
     "train": (
         "--sizes=tiny {peer} --precisions=float32 --rounds=1 --seconds=1",

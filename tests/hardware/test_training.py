@@ -15,6 +15,7 @@ from attnlab import config as configs
 from attnlab.generation import drawing, loop
 from attnlab.interop.export import export_step
 from attnlab.nn import GPT
+from attnlab.training import precision
 
 AXES = {"one chip": {"data": 1}, "data": {}, "fsdp": {"fsdp": 4}, "tensor": {"tensor": 4}}
 LAYERS, WIDTH = 2, 128
@@ -102,6 +103,14 @@ def test_a_loop_over_layers_compiles_one_layer_whatever_their_number(training_st
         config.model.num_layers = layers
         texts.append(training_step(config, "h100")[0])
     assert len(texts[1]) < 1.2 * len(texts[0])
+
+
+def test_products_of_a_step_are_in_tf32_where_the_run_is(training_step):
+    config = CONFIGS["quickstart"]()
+    config.precision = "tf32"
+    with precision.products("tf32"):
+        text, _ = training_step(config, "h100")
+    assert "operand_precision={high,high}" in text and "highest" not in text
 
 
 def test_logits_are_never_held_at_once(training_step):

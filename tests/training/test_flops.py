@@ -102,7 +102,7 @@ def test_operations_of_loops_branches_convolutions_and_calls_within_vmap_are_all
 
 
 def test_peak_flops_are_plausible():
-    assert 1e8 < flops.peak("bfloat16") < 1e16
+    assert all(1e8 < flops.peak(precision) < 1e16 for precision in ("bfloat16", "tf32"))
 
 
 def test_decoded_token_costs_its_weights_and_its_visible_keys():

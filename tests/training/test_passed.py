@@ -101,6 +101,7 @@ def test_modules_of_attnlab_are_compared_without_their_source():
 def test_precision_is_what_the_model_computes_in(model, precision):
     passed, other = Passed(model=model), {"float32": "bfloat16", "bfloat16": "float32"}[precision]
     assert passed.precision("auto") == passed.precision(precision) == precision
+    assert precision == "bfloat16" or passed.precision("tf32") == "tf32"
     with pytest.raises(UserError, match=f"config.precision = '{other}', but Tiny computes in {precision}: leave it"):
         passed.precision(other)
 

@@ -1,11 +1,12 @@
-"""The precision that "auto" stands for, by platform, GPU generation and the instructions of a CPU."""
+"""The precision of a run: what "auto" stands for on a device, where there is TF32, and what a log names."""
 
 from unittest import mock
 
 import jax
 import pytest
 
-from attnlab.config import default
+from attnlab.config import RunConfig, default, to_json
+from attnlab.support.errors import UserError
 from attnlab.training import precision, run
 from attnlab.training.experiment import Experiment
 
@@ -44,3 +45,32 @@ def test_auto_on_a_cpu_depends_on_its_instructions(monkeypatch, flags, expected)
 
 def test_precision_that_is_given_is_kept():
     assert precision.resolved("float32", device("tpu")) == "float32"
+
+
+A100, V100 = (device("gpu", compute_capability=version, device_kind="Tesla V100") for version in ("8.0", "7.0"))
+
+
+def test_tf32_is_kept_on_ampere_and_an_error_on_devices_that_lack_it():
+    assert precision.resolved("tf32", A100) == "tf32"
+    for lacking, kind in ((V100, "Tesla V100"), (device("tpu", device_kind="TPU v5"), "TPU v5"), (None, "cpu")):
+        with pytest.raises(UserError, match=f"'tf32' needs NVIDIA's Ampere .*, and this is a {kind}: use float32"):
+            precision.resolved("tf32", lacking)
+
+
+def test_run_in_tf32_starts_where_there_is_tf32_and_is_evaluated_anywhere(tmp_path):
+    plan = run.resolve(RunConfig.of({"precision": "tf32"}), device=A100)
+    assert plan.config.precision == "tf32" and plan.config.model.dtype == "float32"
+    corpus = {"name": "text", "sha256": "0" * 64, "characters": 1}
+    (tmp_path / "config.json").write_text(to_json(plan.config, corpus=corpus))
+    for folder in (tmp_path, tmp_path / "new"):
+        with pytest.raises(UserError, match="'tf32' needs"):
+            run.resolve(plan.config, folder)
+    assert run.resolve(default(), tmp_path, eval_only=True).config.precision == "tf32"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2000, "split": "final", "loss": 1.0}\n')
+    assert run.resolve(default(), tmp_path).origin == "finished"
+
+
+@pytest.mark.parametrize("name, of_jax", [("float32", "highest"), ("tf32", "tensorfloat32"), ("bfloat16", None)])
+def test_products_of_a_run_are_in_its_precision(name, of_jax):
+    with precision.products(name):
+        assert jax.config.jax_default_matmul_precision == of_jax
