@@ -165,7 +165,7 @@ def test_runs_that_differ_in_more_than_the_seed_are_no_groups():
 
 
 def test_sweep_over_seeds_writes_groups_beside_the_runs(tmp_path, capsys, monkeypatch):
-    def trained(points, finished, folder, *_):
+    def trained(runner, points, finished, folder):
         for point in points:
             (folder / point.name).mkdir(exist_ok=True)
             loss = point.config.seed + point.config.steps
@@ -174,7 +174,7 @@ def test_sweep_over_seeds_writes_groups_beside_the_runs(tmp_path, capsys, monkey
             (folder / point.name / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
         return {"steps=5,seed=2": "no room"}
 
-    monkeypatch.setattr(training_runs, "train_all", trained)
+    monkeypatch.setattr(training_runs.Runner, "train", trained)
     monkeypatch.setattr(train, "is_finished", lambda *_: False)
     assert swept(tmp_path / "sweep", "--grid=config.steps=5,6", "--grid=config.seed=0,1,2") == 1
     out = capsys.readouterr().out

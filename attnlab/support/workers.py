@@ -143,7 +143,7 @@ def _error(code: int, lines: Sequence[str]) -> str:
     if code == 0:
         return ""
     # JAX ends a traceback with a remark on it.
-    lines = [line for line in lines if not line.startswith(("For simplicity, JAX has removed", "-----"))]
+    lines = [line for line in lines if not line.startswith(("For simplicity, JAX has removed", "-----", TOLD))]
     said = lines[-1].strip().removeprefix("error: ") if lines else "it printed nothing"
     return said if code > 0 else f"killed by signal {-code}: {said}"
 

@@ -7,12 +7,13 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
 
 from attnlab import commands, compilation
+from attnlab.config import RunConfig
 from attnlab.data.batches import Stacked
 from attnlab.support import status, workers
 from attnlab.support.errors import UserError
@@ -34,34 +35,54 @@ def main(argv: list[str]) -> int:
     status.open_streams()
     compilation.keep_programs()
     compilation.release_memory()
-    starting = {}
-    for name, options in json.loads(described).items():
-        plan = runs.resolve(grid.config_of(options), Path(folder) / name)
-        if plan.origin == "finished":
-            workers.tell(name)
-        else:
-            starting.setdefault(repr(runs.start_of(plan)), []).append(plan)
-    return next(filter(None, (train_all(plans, together) for plans in starting.values())), 0)
+    return train_all(
+        {Path(folder) / name: grid.config_of(options) for name, options in json.loads(described).items()}, together
+    )
 
 
-def train_all(plans: Sequence[RunPlan], together: str) -> int:
-    """Train runs of one program that start from the same step; 0, or 128 + the number of the signal that stopped them.
+def train_all(configs: Mapping[Path, RunConfig], together: str) -> int:
+    """Train runs of one program, by workdir, and tell of each that ends.
 
-    What of them cannot be trained together is trained by halves, down to one by one, and an error is told of one alone.
+    Those that start from the same step are trained so many `together`, or as many as `most` says where it is "auto".
+    Returns 0, or 128 + the number of the signal that stopped them.
     """
-    program, waiting = runs.load(plans[0], runs.start_of(plans[0])[1]), list(plans)
-    count = most(program, plans) if together == AUTO else int(together)
-    while waiting:
-        now, waiting = waiting[:count], waiting[count:]
-        try:
-            if code := train(now, program):
-                return code
-        except (UserError, MemoryError, RuntimeError) as error:
-            if len(now) > 1:
-                count, waiting = len(now) // 2, now + waiting
+    starting = {}
+    for workdir, config in configs.items():
+        with _telling([workdir]):
+            plan = runs.resolve(config, workdir)
+            if plan.origin == "finished":
+                workers.tell(workdir.name)
             else:
-                workers.tell(now[0].workdir.path.name, commands.explained(error) or repr(error))
+                starting.setdefault(repr(runs.start_of(plan)), []).append(plan)
+    return next(filter(None, (_train(alike, together) for alike in starting.values())), 0)
+
+
+def _train(plans: list[RunPlan], together: str) -> int:
+    """What of the runs cannot be trained together is trained by halves; an error is told of a run that is alone."""
+    with _telling([plan.workdir.path for plan in plans]):
+        program, waiting = runs.load(plans[0], runs.start_of(plans[0])[1]), plans
+        count = most(program, plans) if together == AUTO else int(together)
+        while waiting:
+            now, waiting = waiting[:count], waiting[count:]
+            try:
+                with _telling([now[0].workdir.path]) if len(now) == 1 else contextlib.nullcontext():
+                    if code := train(now, program):
+                        return code
+            except (UserError, MemoryError, RuntimeError):
+                count, waiting = len(now) // 2, now + waiting
     return 0
+
+
+@contextlib.contextmanager
+def _telling(workdirs: Sequence[Path]) -> Iterator[None]:
+    """Errors of the user are told of the runs in some folders, and end no other."""
+    try:
+        yield
+    except (UserError, MemoryError, RuntimeError) as error:
+        if (message := commands.explained(error)) is None:
+            raise
+        for workdir in workdirs:
+            workers.tell(workdir.name, message)
 
 
 def train(plans: Sequence[RunPlan], program: runs.Program) -> int:

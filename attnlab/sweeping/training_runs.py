@@ -104,8 +104,7 @@ def _groups(points: Sequence[Point], jobs: int) -> Iterator[list[Point]]:
     for point in points:
         programs.setdefault(repr(point.config.changed(SAME)), []).append(point)
     for alike in programs.values():
-        size = -(-len(alike) // jobs)
-        yield from (alike[start : start + size] for start in range(0, len(alike), size))
+        yield from filter(None, (alike[part::jobs] for part in range(jobs)))
 
 
 class Clock:

@@ -184,7 +184,7 @@ def joined(of_runs: Sequence[TrainState]) -> tuple[TrainState, Array]:
 
 
 @jax.jit
-def of_run(state: TrainState, place: int) -> TrainState:
+def of_run(state: TrainState, place: int | Array) -> TrainState:
     """The state of one of several runs."""
     return jax.tree.map(lambda x: x[place], state)
 

@@ -11,13 +11,21 @@ import pytest
 from attnlab.support import workers
 
 MODULE = """
+from attnlab.support.workers import tell
 import os, signal, sys, time
+from attnlab.support.workers import tell
 
 name = sys.argv[1]
 print("jaxlib 0.0 sums wrongly\\nmine.py:1: RuntimeWarning: overflow")
 print(name, "runs", flush=True)
 if name == "fails":
     sys.exit("error: no room")
+if name == "works":
+    tell("half")
+    tell("rest", "why")
+if name == "works":
+    tell("half")
+    tell("rest", "why")
 if name == "dies":
     os.kill(os.getpid(), signal.SIGKILL)
 if name == "waits":
@@ -38,9 +46,13 @@ def test_processes_end_with_their_last_line_as_error(tmp_path, module, capsys):
     started, logs = [], tmp_path / "logs"
     with (tmp_path / "lock").open("w") as lock:
         modules = {name: [module, name] for name in ("works", "fails", "dies")}
-        ended = dict(workers.run(modules, 2, logs, lock.fileno(), started.append))
-    assert ended == {"works": "", "fails": "no room", "dies": "killed by signal 9: dies runs"}
-    assert started == ["works", "fails", "dies"] and (logs / "works.txt").read_text().endswith("\nworks runs\n")
+        ended = list(workers.run(modules, 2, logs, lock.fileno(), started.append))
+    whole = {("works", "", ""), ("fails", "no room", ""), ("dies", "killed by signal 9: dies runs", "")}
+    assert {tuple(each) for each in ended} == whole | {("works", "", "half"), ("works", "why", "rest")}
+    assert [each.part for each in ended if each.name == "works"] == ["half", "rest", ""]
+    assert started == ["works", "fails", "dies"] and (logs / "works.txt").read_text().endswith(
+        '\nended: ["rest", "why"]\n'
+    )
     assert capsys.readouterr().err == "jaxlib 0.0 sums wrongly\nmine.py:1: RuntimeWarning: overflow\n"
 
 

@@ -1,0 +1,216 @@
+"""Steps grouped into calls, and runs trained together: what each step, and each run alone, would give."""
+
+import contextlib
+import functools
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnlab import config as configs
+from attnlab import train
+from attnlab.data.batches import Stacked, TrainBatches
+from attnlab.nn import GPT
+from attnlab.nn.config import KINDS
+from attnlab.sweeping import together
+from attnlab.training import optimizer as optimizers
+from attnlab.training import parallel, state
+from attnlab.training.experiment import Experiment
+from attnlab.training.preemption import PreemptionHandler
+from attnlab.training.run import load, open, resolve
+from attnlab.training.trainer import Trainer
+from tests import runs
+from tests.parameters import parameters
+from tests.runs import shared_programs as shared_programs  # a fixture of this module too
+
+BATCHES = TrainBatches(np.random.default_rng(0).integers(0, 31, 5000), context=16, batch_size=8, seed=0)
+SEEDS_AND_RATES = ((0, 3e-3), (1, 1e-3), (2, 1e-2))
+OPTIONS = {"local": {"model.local.window": 5}}
+FAST = ("attention", "gated_delta")  # a mixer of every operator
+
+
+def experiment(strategy="mesh", devices=1, model=None, **fields):
+    sizes = {"num_layers": 1, "num_heads": 2, "width": 16, "context": 16, "dropout": 0.1}
+    values = {"steps": 50, "batch_size": 8, "precision": "float32"} | {f"model.{n}": x for n, x in sizes.items()}
+    on = parallel.make(strategy, devices)
+    return Experiment(configs.RunConfig.of(values | fields), vocab_size=31, parallel=on, model=model)
+
+
+def several(run):
+    """Configs of three runs, their batches and initial states."""
+    made = [run.config.changed({"seed": n, "optimizer.learning_rate": rate}) for n, rate in SEEDS_AND_RATES]
+    draw = functools.partial(parameters, run.model, BATCHES[0].tokens[:, :-1])
+    states = [run.create_state(draw(seed=config.seed)["params"]) for config in made]
+    return made, [BATCHES.of_seed(config.seed) for config in made], states
+
+
+def leaves(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(jax.device_get(tree))]
+
+
+# --- calls
+
+
+def test_steps_have_the_same_bits_however_they_are_grouped():
+    run, found = experiment(model=runs.Bigram(31)), []
+    for room, groups in ((1, [1] * 7), (8, [7]), (8, [3, 1, 3]), (4, [4, 3])):
+        now, at, losses = run.create_state(), 0, []
+        for count in groups:
+            now, metrics = run.train_steps(now, [BATCHES[at + n] for n in range(count)], room=room)
+            losses, at = [*losses, *np.asarray(metrics["loss"])[:count]], at + count
+        found.append([*leaves(now), np.array(losses)])
+    for other in found[1:]:
+        assert all(map(np.array_equal, found[0], other))
+    assert len(set(found[0][-1])) == 7  # steps differ
+
+
+def test_run_killed_at_every_step_of_a_call_resumes_in_other_calls(tmp_path):
+    """Nothing of a call is on disk before its end, so that it does not matter when a kill interrupts it."""
+    own = {"model": runs.Bigram()}
+    fields = {"data__tokenizer": "byte", "model__dropout": 0.0}
+    assert train.train(runs.quick(**fields), tmp_path / "undisturbed", **own) == 0
+    for step in range(1, 12):
+        config = runs.quick(parallel__steps_per_call=(5, 3)[step % 2], **fields)
+        with pytest.raises(runs.CrashError), contextlib.redirect_stdout(io.StringIO()):
+            train.train(config, tmp_path / "run", on_step=runs.crash_at(step), **own)
+    assert train.train(runs.quick(parallel__steps_per_call=16, **fields), tmp_path / "run", **own) == 0
+    assert runs.records(tmp_path / "run") == runs.records(tmp_path / "undisturbed")
+    assert runs.same_checkpoints(tmp_path / "run", tmp_path / "undisturbed")
+
+
+# --- runs together
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in FAST else pytest.mark.slow) for k in KINDS])
+def test_step_of_runs_together_equals_each_alone(kind):
+    """SGD, as Adam's first step has the size of the rate whatever the gradient, also of one that is rounding alone.
+
+    Norms are sums of some 10⁴ squares in another order: ε√10⁴ = 6e-6.
+    """
+    run = experiment(**{"model.layers": kind, "optimizer.name": "sgd"} | OPTIONS.get(kind, {}))
+    made, batches, states = several(run)
+    joined = state.joined(states)
+    expected = [run.train_steps(one, [b[0]], run.fixed(c)) for one, b, c in zip(states, batches, made)]
+    (after, alive), metrics = run.train_steps(joined, [Stacked(batches)[0]], run.fixed(*made))
+    assert alive.all() and len(set(np.asarray(metrics["loss"])[0])) == 3
+    for place, (alone, of_one) in enumerate(expected):
+        for name, value in of_one.items():
+            rtol = 1e-6 if name == "loss" else 6e-6
+            np.testing.assert_allclose(metrics[name][0, place], value[0], rtol=rtol, err_msg=name)
+        for a, b in zip(leaves(state.of_run(after, place)), leaves(alone)):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_twenty_steps_in_float64_equal_each_alone():
+    with jax.enable_x64(True):
+        model = GPT.of(vocab_size=31, num_layers=1, num_heads=2, width=16, context=16, dtype=jnp.float64)
+        tokens = BATCHES[0].tokens[:, :-1]
+        begun = [jax.tree.map(np.float64, parameters(model, tokens, seed=seed)["params"]) for seed in range(3)]
+        rates = np.array([3e-3, 1e-3, 1e-2])
+        config = configs.Optimizer(warmup_steps=4)
+
+        def step(now, batch, fixed):
+            seed, rate = fixed
+            optimizer = optimizers.make(config, 20, at=optimizers.Peaks(rate, rate))
+            return state.train_step(model, optimizer, seed, 1, now, batch)
+
+        init = optimizers.make(config, 20).init
+        states = [state.TrainState(np.int32(0), params, init(params)) for params in begun]
+        of_runs = [BATCHES.of_seed(seed) for seed in range(3)]
+        taken = [jax.tree.map(lambda *x: np.stack(x), *(one[n] for n in range(20))) for one in of_runs]
+        alone = jax.jit(functools.partial(state.repeated, step))
+        expected = [alone(*run, (np.int32(n), rates[n]), 20)[1]["loss"] for n, run in enumerate(zip(states, taken))]
+        many = jax.jit(functools.partial(state.repeated, state.together(step)))
+        batches = jax.tree.map(lambda *x: np.stack(x, 1), *taken)
+        _, metrics = many(state.joined(states), batches, (np.arange(3, dtype=np.int32), rates), 20)
+        assert metrics["loss"].dtype == jnp.float64
+        np.testing.assert_allclose(metrics["loss"], np.stack(expected, 1), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["mesh", "pmap"])
+def test_runs_together_over_devices_equal_one_device(strategy):
+    losses = []
+    for run in (experiment(model=runs.Bigram(31)), experiment(strategy, 4, model=runs.Bigram(31))):
+        made, batches, states = several(run)
+        _, metrics = run.train_steps(state.joined(states), [Stacked(batches)[0]], run.fixed(*made))
+        losses.append(np.asarray(metrics["loss"]))
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def test_run_that_diverges_keeps_its_last_state_and_the_others_go_on():
+    run = experiment(model=runs.Bigram(31), **{"optimizer.name": "sgd", "optimizer.warmup_steps": 1})
+    made, batches, states = several(run)
+    made[1] = made[1].changed({"optimizer.learning_rate": 1e30})
+    joined = state.joined(states)
+    before = leaves(states[1])
+    stacked = [Stacked(batches)[n] for n in range(5)]
+    (after, alive), metrics = run.train_steps(joined, stacked, run.fixed(*made), room=8)
+    assert alive.tolist() == [True, False, True] and np.isfinite(metrics["loss"][:5, ::2]).all()
+    taken = int(state.of_run(after, 1).step)
+    assert taken < 5 and not np.isfinite([metrics[name][taken, 1] for name in metrics]).all()
+    if not taken:
+        assert all(map(np.array_equal, before, leaves(state.of_run(after, 1))))
+    assert after.step.tolist() == [5, taken, 5]
+
+
+# --- folders
+
+
+def configs_of(folder, seeds, **fields):
+    return {folder / f"seed={seed}": resolve(runs.quick(seed=seed, **fields)).config for seed in seeds}
+
+
+def quietly(function, *arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        return function(*arguments), out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The folder of three runs, one after another."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert quietly(together.train_all, configs_of(folder, range(3)), "1")[0] == 0
+    return folder
+
+
+def assert_alike(folder, others, seeds):
+    """Equal records, to the rounding of a dozen steps: Adam's steps do not shrink with a gradient near 0."""
+    for seed in seeds:
+        found, expected = (runs.records(one / f"seed={seed}") for one in (folder, others))
+        assert [(each["step"], each["split"]) for each in found] == [(x["step"], x["split"]) for x in expected]
+        for each, other in zip(found, expected):
+            numbers = {name: x for name, x in other.items() if isinstance(x, float)}
+            assert {name: each[name] for name in numbers} == pytest.approx(numbers, rel=1e-4)
+        assert runs.kept(folder / f"seed={seed}") == runs.kept(others / f"seed={seed}")
+
+
+def test_first_of_runs_one_after_another_equals_a_run_of_its_own(alone):
+    assert runs.records(alone / "seed=0") == runs.records(runs.finished()[0])
+    assert runs.same_checkpoints(alone / "seed=0", runs.finished()[0])
+
+
+def test_runs_together_have_folders_as_each_alone_and_resume_in_any_grouping(alone, tmp_path):
+    fields = {"parallel__steps_per_call": 5}
+    made = [resolve(config, workdir) for workdir, config in configs_of(tmp_path, range(2), **fields).items()]
+    program = load(made[0])
+    with pytest.raises(runs.CrashError), contextlib.ExitStack() as opened, contextlib.redirect_stdout(io.StringIO()):
+        preemption = opened.enter_context(PreemptionHandler())
+        members = [opened.enter_context(open(plan, program=program, together=2)) for plan in made]
+        Trainer(members, preemption, on_step=runs.crash_at(7)).run()
+    assert [runs.kept(tmp_path / f"seed={seed}") for seed in range(2)] == [[4], [4]]
+    code, out = quietly(train.train, runs.quick(seed=0, **fields), tmp_path / "seed=0")  # one goes on alone
+    assert code == 0 and "resumed from step 4" in out
+    code, out = quietly(together.train_all, configs_of(tmp_path, range(1, 3)), "2")
+    assert code == 0
+    assert_alike(tmp_path, alone, range(3))
+
+
+def test_patience_ends_one_run_of_several(tmp_path):
+    fields = {"eval__every": 1, "eval__patience": 1, "optimizer__learning_rate": 1.0, "steps": 30}
+    code, out = quietly(together.train_all, configs_of(tmp_path, range(3), **fields), "3")
+    last = [runs.records(tmp_path / f"seed={seed}")[-1] for seed in range(3)]
+    assert code == 0 and all(each["split"] == "final" for each in last) and len({each["step"] for each in last}) > 1
+    assert "stopped early at step" in out and all(f'ended: ["seed={n}", ""]' in out for n in range(3))
+    assert all(runs.kept(tmp_path / f"seed={n}")[-1] == each["step"] for n, each in enumerate(last))
