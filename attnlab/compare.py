@@ -11,7 +11,8 @@ table has the losses on the second half, over fresh seeds, with their 95 % inter
 first variant: better, worse, or not told apart, corrected for the number of variants. All runs see the same number of
 tokens, and runs of one seed see them in the same order.
 
-Each run is a process with a workdir of its own in --workdir. The same command goes on where it was stopped or killed; a
+Each run has a workdir of its own in --workdir. Runs that differ in seed and learning rate alone share a process and
+its programs; on GPUs --together trains them as one program. The same command goes on where it was stopped or killed; a
 variant that is added is trained alone. A run that fails does not end the others, and one that diverges counts with the
 loss of chance. comparison.html in --workdir is a page of everything, figures included; table.csv and table.md are
 beside it, with --tasks in a folder for each. An experiment file may have a dictionary PUBLISHED of results to

@@ -9,7 +9,8 @@ Fields in one --grid vary together: two runs, not four, of
 A value with a comma is put in double quotes. None is a value where a field may be None, as in
 config.model.attention.window=None,16.
 
-Each run is a process with a workdir of its own in --workdir, named by its values. The same command goes on where it was
+Each run has a workdir of its own in --workdir, named by its values. Runs that differ in seed and learning rate alone
+share a process and its programs; on GPUs --together trains them as one program. The same command goes on where it was
 stopped or killed, and keeps the runs that are finished; with more values it trains the new ones. A run that fails does
 not end the others. At the end runs.csv has a line for each run, the lowest final loss first, and runs.png shows their
 losses. Where seeds vary beside another field, runs that differ in the seed alone are a group: groups.csv has the mean

@@ -38,7 +38,7 @@ from attnlab.nn.layer import Layer
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.support import status
-from attnlab.training import processes
+from attnlab.training import metrics, processes
 from attnlab.training import run as runs
 from attnlab.training import trainer as trainers
 from attnlab.training.checkpoints import OnPhase
@@ -128,7 +128,8 @@ def train(
         return 0
     with PreemptionHandler(own_process, plan.config.parallel.timeout) as preemption:
         try:
-            with runs.open(plan, eval_only=eval_only, on_phase=on_phase, tracker=tracker) as run:
+            options = {"on_phase": on_phase, "tracker": tracker, "own_process": own_process}
+            with runs.open(plan, eval_only=eval_only, **options) as run:
                 if eval_only:
                     _print_evaluation(run)
                     return 0
@@ -168,7 +169,7 @@ def _print_evaluation(run: runs.Run) -> None:
         for step, why in run.damaged.items():
             print(f"checkpoint {step} is damaged ({why}); evaluating the newest intact one")
         windows = f"{run.text.validation.windows} windows of {run.plan.config.model.context} tokens"
-        print(f"step {run.start}  {trainers.format_scores('validation', scores)}  over {windows}")
+        print(f"step {run.start}  {metrics.format_scores('validation', scores)}  over {windows}")
 
 
 def _define(values, argv):

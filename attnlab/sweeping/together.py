@@ -62,6 +62,7 @@ def _train(plans: list[RunPlan], together: str) -> int:
     with _telling([plan.workdir.path for plan in plans]):
         program, waiting = runs.load(plans[0], runs.start_of(plans[0])[1]), plans
         count = most(program, plans) if together == AUTO else int(together)
+        program.experiment.compile_ahead(min(count, len(plans)) if count > 1 and len(plans) > 1 else None)
         while waiting:
             now, waiting = waiting[:count], waiting[count:]
             try:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import flax.linen as nn
 import jax
@@ -25,6 +26,7 @@ from attnlab.ops.score_mods import Forget, ScoreMod
 from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel as parallel_lib
+from attnlab.training import precision
 from attnlab.training import state as states
 from attnlab.training.state import TrainState
 
@@ -55,6 +57,7 @@ class Experiment:
     ):
         self.parallel = parallel or parallel_lib.from_config(config)
         self.config = config
+        self._ahead = {}
         if model is None:
             self.model = GPT(with_parts(config.over_tokens(vocab_size), mask, score_mod))
             _check_backend(self.model, self.parallel.mesh.devices.flat[0].platform)
@@ -113,9 +116,32 @@ class Experiment:
 
         placed = self.parallel.place_batch(jax.tree.map(stacked, *batches), 1 + runs)
         count = jax.device_put(np.int32(len(batches)), self.parallel.replicated)
+        self._wait_for("train")
         compiled = self._steps_together if runs else self._steps
         with self.parallel.transfer_guard():
             return compiled(state, placed, fixed, count)
+
+    def compile_ahead(self, runs: int | None = None) -> None:
+        """Begin to compile the steps of training and evaluation in threads, into JAX's cache on disk.
+
+        `train_steps` and `evaluate` wait for theirs. Without that cache, and over several processes, which must
+        compile in one order, nothing begins.
+        """
+        if not jax.config.jax_compilation_cache_dir or jax.process_count() > 1:
+            return
+
+        def compile(lower):
+            with precision.products(self.config.precision):  # a context of one thread
+                lower().compile()
+
+        train = functools.partial(self.lower, runs, self.config.parallel.steps_per_call)
+        pool = ThreadPoolExecutor(2, "attnlab-compile")
+        self._ahead = {"train": pool.submit(compile, train), "eval": pool.submit(compile, self.lower_eval)}
+        pool.shutdown(wait=False)
+
+    def _wait_for(self, name: str) -> None:
+        if name in self._ahead:
+            self._ahead.pop(name).exception()  # the call itself raises it
 
     def fixed(self, *configs: RunConfig) -> tuple:
         """Seed and learning rates, on the devices: arguments of the program, which runs that differ in them share.
@@ -184,6 +210,7 @@ class Experiment:
         Of each run whose parameters are along the first axis, if they are several `together`; None when `stop()`
         returns True before its end.
         """
+        self._wait_for("eval")
         sums, step = 0, self._eval_together if together else self.eval_step
         for batch in prefetched(batches):
             if stop():
@@ -218,13 +245,14 @@ class Experiment:
 
     def lower_eval(self) -> jax.stages.Lowered:
         """The evaluation of one batch, lowered from shapes."""
-        return self.eval_step.lower(self.abstract_state.params, self._abstract_batch())
+        size = self.config.batch_size // self.config.optimizer.accumulation
+        return self.eval_step.lower(self.abstract_state.params, self._abstract_batch(batch_size=size))
 
-    def _abstract_batch(self, outer: tuple[int, ...] = ()) -> Batch:
+    def _abstract_batch(self, outer: tuple[int, ...] = (), batch_size: int | None = None) -> Batch:
         config = self.config
         context, task = config.model.context, named.parse(config.data.name)
         has = {"segments": config.data.packing == "documents", "answers": task.answers_of(context) if task else 0}
-        return self.parallel.abstract_batch(config.batch_size, context, **has, outer=outer)
+        return self.parallel.abstract_batch(batch_size or config.batch_size, context, **has, outer=outer)
 
     def _create(self, seed) -> TrainState:
         average = bool(self.config.optimizer.ema)

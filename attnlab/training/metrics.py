@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import resource
 import sys
@@ -157,6 +158,22 @@ def finished(path: Path, steps: int, patience: int) -> int | None:
     if steps in finals:
         return steps
     return finals[-1] if stalled(records, patience) and records[-1]["split"] == "final" else None
+
+
+def format_scores(split: str, scores: dict) -> str:
+    """Format a loss, with its bits per character and byte, or its accuracy, if there are any."""
+    if scores["loss"] is None:
+        return f"{split} loss not finite"
+    bits = ""
+    if "bits_per_character" in scores:
+        bits = f" ({scores['bits_per_character']:.3f} bits per character, {scores['bits_per_byte']:.3f} per byte)"
+    accuracy = f", accuracy {scores['accuracy']:.4f}" if "accuracy" in scores else ""
+    return f"{split} loss {scores['loss']:.4f}{bits}{accuracy}"
+
+
+def nonfinite(metrics: dict) -> str:
+    """The first metric that is not finite, as in "loss is nan"; "" if all are finite."""
+    return next((f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)), "")
 
 
 def memory_peaks(devices: Iterable[jax.Device]) -> dict[str, int]:

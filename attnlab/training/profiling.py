@@ -1,4 +1,4 @@
-"""A trace of some steps by `jax.profiler`, as `config.log.profile` asks for it."""
+"""The time of steps, and a trace of some by `jax.profiler`, as `config.log.profile` asks for it."""
 
 import contextlib
 import time
@@ -63,3 +63,27 @@ class Profiler:
             self._report(f"config.log.profile: no trace ({str(error).splitlines()[0]})")
             return False
         return True
+
+
+class Timer:
+    """Training time since the last `restart`: `seconds` for `steps` steps, of which `waited` seconds for data.
+
+    `pace` is the seconds of a step; 0 as long as none is known.
+    """
+
+    def __init__(self, step: int):
+        self.steps = self.seconds = self.pace = 0
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        self._began, self._step, self.waited = time.perf_counter(), step, 0.0
+
+    def exclude(self, seconds: float) -> None:
+        self._began += seconds
+
+    def stop(self, step: int) -> None:
+        self.steps, self.seconds = step - self._step, self.elapsed()
+        self.pace = self.seconds / self.steps if self.steps else 0
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._began

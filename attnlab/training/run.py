@@ -170,6 +170,7 @@ def open(
     eval_only: bool = False,
     on_phase: OnPhase = contextlib.nullcontext,
     tracker: trackers.NewTracker | None = None,
+    own_process: bool = False,
     program: Program | None = None,
     together: int = 1,
 ) -> Iterator[Run]:
@@ -178,6 +179,7 @@ def open(
     Args:
       plan: what `resolve` returns.
       eval_only, on_phase, tracker: as in `attnlab.train.train`.
+      own_process: as in `attnlab.train.train`; compile what comes next while the state is made.
       program: what `load` returned for this plan, or for one that shares its program.
       together: how many runs are trained as one program.
 
@@ -205,6 +207,8 @@ def open(
         extensions = workdir.extensions(config, start)
         program = load(plan, extensions, say) if program is None else program
         text, experiment = program.text.of_seed(config.seed), program.experiment
+        if own_process and not eval_only:
+            experiment.compile_ahead()
         say(f"restoring step {start}" if start else "initializing the model")
         state = _state(experiment, checkpoints, start, config)
         reporter, log = metrics_lib.ProgressReporter(config.steps, start, silent=not is_first or eval_only), None

@@ -38,6 +38,10 @@ class Text(NamedTuple):
     summary: str
     bits: dict[str, float]
 
+    def bits_of(self, loss: float | None) -> dict[str, float | None]:
+        """A loss in bits per character and per byte, where there are any."""
+        return {name: None if loss is None else loss * factor for name, factor in self.bits.items()}
+
     def of_seed(self, seed: int) -> "Text":
         """The text whose training batches are of another seed."""
         return self._replace(train=self.train.of_seed(seed))

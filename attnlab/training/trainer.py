@@ -24,9 +24,8 @@ from attnlab.training import parallel as parallel_lib
 from attnlab.training import state as states
 from attnlab.training.checkpoints import OnPhase, history_steps, sha256
 from attnlab.training.preemption import PreemptionHandler
-from attnlab.training.profiling import Profiler
+from attnlab.training.profiling import Profiler, Timer
 from attnlab.training.run import Run
-from attnlab.training.text import Text
 
 CALL = 1.0  # seconds that a call of the devices takes at most: signals wait for its end
 
@@ -80,7 +79,7 @@ class Trainer:
         self._history = frozenset(history_steps(self.config.steps, self.config.checkpoint.history))
         self.errors: dict[int, str] = {}
         self._unread = collections.deque()  # calls that were dispatched, but not yet read
-        self._timer = _Timer(self.start)
+        self._timer = Timer(self.start)
 
     def run(self) -> int:
         """Train to the last step; returns 0, or 128 + the number of the signal that stopped and saved the run."""
@@ -201,7 +200,7 @@ class Trainer:
 
     def _check(self, place: int, step: int, metrics: dict) -> None:
         """End a run with metrics that are not finite, or report the step that its optimizer skips."""
-        if not (found := _nonfinite(metrics)):
+        if not (found := metrics_lib.nonfinite(metrics)):
             return
         if self.config.on_nonfinite == "skip" and math.isfinite(metrics["param_norm"]):
             self._print(place, f"step {step} is skipped: {found} ({metrics['skipped']:.0f} skipped in total)")
@@ -223,7 +222,7 @@ class Trainer:
                 step=step,
                 split="train",
                 **row,
-                **_bits(run.text, row["loss"]),
+                **run.text.bits_of(row["loss"]),
                 **({"learning_rate": float(rate(peak, step - 1))} if rate else {}),
                 tokens=self._tokens(step),
                 tokens_per_second=tokens_per_second,
@@ -232,7 +231,7 @@ class Trainer:
                 data_wait_time_share=self._timer.waited / self._timer.seconds,
                 **peaks,
             )
-        shown = "  ".join(format_scores("train", row) for row in rows.values())
+        shown = "  ".join(metrics_lib.format_scores("train", row) for row in rows.values())
         self.reporter.step(step, f"{shown}  {together:,.0f} tokens/s")
 
     # ----------------------------------------------------------------------------------------- evaluation, checkpoints
@@ -255,13 +254,13 @@ class Trainer:
         if found is None:
             return False
         for place, run in list(self._runs.items()):
-            scores = {**found[place], **_bits(run.text, found[place]["loss"])}
+            scores = {**found[place], **run.text.bits_of(found[place]["loss"])}
             if not math.isfinite(scores["loss"]):
                 self._diverge(place, f"validation loss is {scores['loss']}", step)
                 continue
             if run.log and run.log.validation(step) is None:
                 run.log.write(step=step, split="val", **scores, tokens=self._tokens(step))
-            self._print(place, f"step {step}/{self.config.steps}  {format_scores('validation', scores)}")
+            self._print(place, f"step {step}/{self.config.steps}  {metrics_lib.format_scores('validation', scores)}")
         return True
 
     def _end_exhausted(self, step: int) -> None:
@@ -342,7 +341,9 @@ class Trainer:
             digest = sha256(self._unstacked(jax.device_get(params)))
             run.log.write(step=step, split="final", **result, params_sha256=digest)
             *_, peak = metrics_lib.memory_peaks(jax.local_devices()).values()  # the device's, where it tells
-            self._print(place, f"done: {format_scores('validation', scores)}, peak memory {peak / 1e9:.2f} GB")
+            self._print(
+                place, f"done: {metrics_lib.format_scores('validation', scores)}, peak memory {peak / 1e9:.2f} GB"
+            )
             self._tell_of_use(run)
 
     def _diverge(self, place: int, found: str, step: int) -> None:
@@ -420,48 +421,4 @@ class Trainer:
 def evaluate(run: Run) -> dict:
     """Loss on held-out text in nats per token and in bits, or on a task with the accuracy."""
     (scores,) = run.experiment.evaluate(run.state.evaluated, run.text.validation)
-    return {**scores, **_bits(run.text, scores["loss"])}
-
-
-def _bits(text: Text, loss: float | None) -> dict:
-    return {name: None if loss is None else loss * factor for name, factor in text.bits.items()}
-
-
-def format_scores(split: str, scores: dict) -> str:
-    """Format a loss, with its bits per character and byte, or its accuracy, if there are any."""
-    if scores["loss"] is None:
-        return f"{split} loss not finite"
-    bits = ""
-    if "bits_per_character" in scores:
-        bits = f" ({scores['bits_per_character']:.3f} bits per character, {scores['bits_per_byte']:.3f} per byte)"
-    accuracy = f", accuracy {scores['accuracy']:.4f}" if "accuracy" in scores else ""
-    return f"{split} loss {scores['loss']:.4f}{bits}{accuracy}"
-
-
-class _Timer:
-    """Training time since the last `restart`: `seconds` for `steps` steps, of which `waited` seconds for data.
-
-    `pace` is the seconds of a step; 0 as long as none is known.
-    """
-
-    def __init__(self, step: int):
-        self.steps = self.seconds = self.pace = 0
-        self.restart(step)
-
-    def restart(self, step: int) -> None:
-        self._began, self._step, self.waited = time.perf_counter(), step, 0.0
-
-    def exclude(self, seconds: float) -> None:
-        self._began += seconds
-
-    def stop(self, step: int) -> None:
-        self.steps, self.seconds = step - self._step, self.elapsed()
-        self.pace = self.seconds / self.steps if self.steps else 0
-
-    def elapsed(self) -> float:
-        return time.perf_counter() - self._began
-
-
-def _nonfinite(metrics: dict) -> str:
-    """The first metric that is not finite, as in "loss is nan"; "" if all are finite."""
-    return next((f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)), "")
+    return {**scores, **run.text.bits_of(scores["loss"])}
