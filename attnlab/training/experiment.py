@@ -130,13 +130,13 @@ class Experiment:
         if not jax.config.jax_compilation_cache_dir or jax.process_count() > 1:
             return
 
-        def compile(lower):
+        def into_cache(lower):
             with precision.products(self.config.precision):  # a context of one thread
                 lower().compile()
 
         train = functools.partial(self.lower, runs, self.config.parallel.steps_per_call)
         pool = ThreadPoolExecutor(2, "attnlab-compile")
-        self._ahead = {"train": pool.submit(compile, train), "eval": pool.submit(compile, self.lower_eval)}
+        self._ahead = {"train": pool.submit(into_cache, train), "eval": pool.submit(into_cache, self.lower_eval)}
         pool.shutdown(wait=False)
 
     def _wait_for(self, name: str) -> None:
