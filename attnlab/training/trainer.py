@@ -87,12 +87,12 @@ class Trainer:
         self._measure_flops()
         if not step and 0 in self._history:
             self._save(step, [place for place, run in self._runs.items() if 0 not in run.checkpoints.steps()])
+        batches = prefetched(self._batches(), step, last)
         with self.reporter, self._profiler() as profiler:
             if self._evaluation_pending() and not self._evaluate(step):
                 return self.preemption.exit_code
             self._end_exhausted(step)  # runs that were stopped before their last record
             self._timer.restart(step)
-            batches = prefetched(self._batches(), step, last)
             while step < last and self._runs:
                 step = self._call(step, batches, profiler)
                 stopping = self.preemption.requested()  # polled once per call: later requests wait for the next
