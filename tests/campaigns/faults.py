@@ -61,6 +61,7 @@ def define(values, argv) -> None:
     counts = {
         "kills": "SIGKILLs at random instants of one run",
         "stops": "SIGTERMs at random instants of one run",
+        "together": "SIGKILLs of runs that are trained together",
         "corruptions": "damaged workdirs",
         "full_disks": "runs whose checkpoints do not fit on their file system",
         "seed": "of the random draws",
@@ -74,6 +75,7 @@ def main(values) -> int:
     campaigns = {
         "kills": kills,
         "stops": stops,
+        "together": together,
         "corruptions": corruptions,
         "full_disks": full_disks,
     }
@@ -167,6 +169,58 @@ def _disturbed(count, folder, draw, number) -> dict:
     wrong += _differences(workdir, undisturbed)
     figures = {"signals": sum(at.values()), "phases": {phase: at[phase] for phase in PHASES}, "wrong": wrong}
     return figures | ({"slowest to end (s)": round(max(seconds), 1)} if seconds else {})
+
+
+def together(count: int, folder: Path, draw: random.Random) -> dict:
+    """SIGKILLs of runs that are trained together, each time as many as before or fewer, at any instant.
+
+    Wrong: a run without all records, losses other than those of a run that is alone, a damaged checkpoint at the end.
+    """
+    runs = {
+        f"seed={seed}": _arguments(folder / "alone" / f"seed={seed}", SHORT | {"seed": seed})[:-1] for seed in (1, 2, 3)
+    }
+    wrong, killed, at = [], 0, []
+    for name in runs:
+        (folder / "alone").mkdir(parents=True, exist_ok=True)
+        _finish(folder / "alone" / name, SHORT | {"seed": int(name[-1])})
+    env = os.environ | {"XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": str(folder / PROGRAMS)}
+    while killed < count:
+        workdir = folder / f"together-{killed}"
+        workdir.mkdir()
+        ended = False
+        while not ended:
+            words = [draw.choice(("3", "3", "2", "1")), str(workdir), json.dumps(runs)]
+            command = [sys.executable, "-m", "attnlab.sweeping.together", *words]
+            with (workdir / "out").open("a") as out:
+                process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
+            try:
+                ended = process.wait(draw.uniform(5, 16) if killed < count else PATIENCE) == 0
+            except subprocess.TimeoutExpired:
+                process.kill()
+                killed, at = (
+                    killed + 1,
+                    [*at, max((r["step"] for name in runs for r in _written(workdir / name)), default=0)],
+                )
+            if process.wait() not in (0, -signal.SIGKILL):
+                wrong.append(f"ended with {process.returncode}: {(workdir / 'out').read_text()[-300:]}")
+                break
+        wrong += [fault for name in runs for fault in _unlike(workdir / name, folder / "alone" / name)]
+    return {"kills": killed, "steps reached": str(sorted(at)), "wrong": wrong}
+
+
+def _written(workdir: Path) -> list[dict]:
+    lines = (workdir / "metrics.jsonl").read_text().splitlines() if (workdir / "metrics.jsonl").exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def _unlike(workdir: Path, alone: Path) -> list[str]:
+    """Differences of two finished runs beyond rounding, which 160 steps of training enlarge."""
+    mine, theirs = records(workdir), records(alone)
+    if [(r["split"], r["step"]) for r in mine] != [(r["split"], r["step"]) for r in theirs]:
+        return [f"{workdir.name}: other records"]
+    apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(mine, theirs))
+    damaged = _intact(workdir) != _intact(alone)
+    return [f"{workdir.name}: losses differ by {apart}"] * (apart > 0.01) + [f"{workdir.name}: checkpoints"] * damaged
 
 
 def _arguments(workdir: Path, fields: dict) -> list[str]:
