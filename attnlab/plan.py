@@ -4,8 +4,9 @@
     attnlab plan --config=gpt2_124m --topology=h100:8 --config.parallel.mesh.fsdp=8 --json=plan.json
 
 The training and evaluation steps of the run are compiled by the real compiler, and never run. The table has
-the memory that they need on one device, the backend of attention, its kernels, and the collectives. TPUs need libtpu
-(pip install 'jax[tpu]'), H100s JAX's CUDA plugin (pip install 'jax[cuda13]'); --topology=here needs neither.
+the memory that they need on one device, the launches, bytes and FLOPs of a training step beside the least time for
+them, the backend of attention, its kernels, and the collectives. TPUs need libtpu (pip install 'jax[tpu]'), H100s JAX's
+CUDA plugin (pip install 'jax[cuda13]'); --topology=here needs neither.
 
 The exit code is 0 if the run fits, or if that is unknown; 1 if it does not fit; 2 for an error.
 `python -m attnlab.plan` is the same command.
@@ -80,7 +81,10 @@ def table(planned: Plan) -> str:
         *((f"  not {name}", why) for name, why in planned.attention_rejected.items()),
     ]
     if not training.refusal:
+        work = f"{training.launches:,} launches, {training.moved / 1e9:.3g} GB moved, {planned.flops / 1e12:.3g} TFLOP"
         rows += [
+            ("work", f"{work} a step, on one device"),
+            *_floor(planned),
             ("collectives", ", ".join(moved) + " a step, over all its parts and layers" if moved else "none"),
             ("kernels", ", ".join(kernels) or "none"),
         ]
@@ -88,6 +92,15 @@ def table(planned: Plan) -> str:
     width = max(len(name) for name, _ in rows)
     lines = [title, "", *_memory(planned), "", *(f"{name:<{width}}  {text}" for name, text in rows)]
     return "\n".join([*lines, *(f"note: {note}" for note in planned.notes)])
+
+
+def _floor(planned: Plan) -> list[tuple[str, str]]:
+    """A row with the least time of a training step, where the device's peaks are known."""
+    if planned.floor is None:
+        return []
+    (products, memory), topology = planned.floor, planned.topology
+    memory, products = f"{memory:.3g} ms at {topology.bandwidth:g} TB/s", f"{products:.3g} ms at {topology.tflops:g}"
+    return [("floor", f"{memory}, {products} TFLOP/s of bfloat16")]
 
 
 def _memory(planned: Plan) -> list[str]:
