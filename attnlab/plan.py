@@ -82,9 +82,10 @@ def table(planned: Plan) -> str:
     ]
     if not training.refusal:
         work = f"{training.launches:,} launches, {training.moved / 1e9:.3g} GB moved, {planned.flops / 1e12:.3g} TFLOP"
+        floor = "{1:.3g} ms at {2.bandwidth:g} TB/s, {0:.3g} ms at {2.tflops:g} TFLOP/s of bfloat16"
         rows += [
             ("work", f"{work} a step, on one device"),
-            *_floor(planned),
+            *(("floor", floor.format(*times, topology)) for times in [planned.floor] if times),
             ("collectives", ", ".join(moved) + " a step, over all its parts and layers" if moved else "none"),
             ("kernels", ", ".join(kernels) or "none"),
         ]
@@ -92,15 +93,6 @@ def table(planned: Plan) -> str:
     width = max(len(name) for name, _ in rows)
     lines = [title, "", *_memory(planned), "", *(f"{name:<{width}}  {text}" for name, text in rows)]
     return "\n".join([*lines, *(f"note: {note}" for note in planned.notes)])
-
-
-def _floor(planned: Plan) -> list[tuple[str, str]]:
-    """A row with the least time of a training step, where the device's peaks are known."""
-    if planned.floor is None:
-        return []
-    (products, memory), topology = planned.floor, planned.topology
-    memory, products = f"{memory:.3g} ms at {topology.bandwidth:g} TB/s", f"{products:.3g} ms at {topology.tflops:g}"
-    return [("floor", f"{memory}, {products} TFLOP/s of bfloat16")]
 
 
 def _memory(planned: Plan) -> list[str]:

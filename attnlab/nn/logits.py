@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 
 from attnlab.nn import sharding
-from attnlab.ops.cross_entropy import capped, chunk_size, cross_entropy, is_narrow, without_padding
+from attnlab.ops.cross_entropy import capped, chunk_size, cross_entropy, without_padding
 
 
 def logits(config, x, embed):
@@ -19,7 +19,7 @@ def losses(config, x, targets, embed):
     batch, length, _ = x.shape
     length = -(-length // sharding.shards("length", x))
     chunk = chunk_size(-(-batch // sharding.shards("batch", x)), length, config.vocab_rows, x.dtype)
-    if chunk < length or is_narrow(x.dtype):
+    if chunk < length or jnp.finfo(x.dtype).bits < 32:
         options = {"vocab_size": config.vocab_size, "chunk": chunk, "cap": config.logit_cap}
         return sharding.over_tokens(functools.partial(cross_entropy, **options), x, embed.embedding, targets)
     found = without_padding(logits(config, x, embed), config.vocab_size)

@@ -75,14 +75,9 @@ class _Head(NamedTuple):
 
 def chunk_size(rows: int, length: int, vocab_size: int, dtype: DType = jnp.float32) -> int:
     """Positions per chunk: all, or the largest power of two with at most 2²⁸ logits per device, 2³⁰ of 16 bits."""
-    budget = MAX_NARROW_LOGITS if is_narrow(dtype) else MAX_LOGITS
+    budget = MAX_LOGITS if jnp.finfo(dtype).bits >= 32 else MAX_NARROW_LOGITS
     most = max(1, budget // max(1, rows * vocab_size))
     return min(max(1, length), 2 ** (most.bit_length() - 1))
-
-
-def is_narrow(dtype: DType) -> bool:
-    """Whether a type is narrower than float32, in which all else is computed."""
-    return jnp.finfo(dtype).bits < 32
 
 
 def _check_shapes(features, embedding, targets):

@@ -16,7 +16,7 @@ import jax
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _PARTS = ("fusion", "fusion-start", "async-start")  # what they call is run in place
 _FUSIONS = ("fusion", "fusion-start")
-# Instructions without work of their own: that of a call or loop is counted inside.
+# Instructions without work of their own: what a call or loop contains is counted.
 _FREE = re.compile(
     "parameter|constant|get-tuple-element|tuple|bitcast|after-all|(partition|replica)-id|while|conditional|"
     "call|(call|async)-start|(call|async|fusion)-done"

@@ -152,14 +152,6 @@ SLICES = """
   %in_place = f32[6,4]{1,0} dynamic-update-slice(%out, %sum, %at)
   ROOT %both = (f32[6,4]{1,0}, f32[8,4]{1,0}) tuple(%in_place, %one)
 }
-
-%whole (p: f32[6,4], i: s32[]) -> f32[6,4] {
-  %p = f32[6,4]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %row = f32[1,4]{1,0} dynamic-slice(%p, %i), dynamic_slice_sizes={1,4}
-  %rows = f32[6,4]{1,0} broadcast(%row), dimensions={0,1}
-  ROOT %difference = f32[6,4]{1,0} subtract(%p, %rows)
-}
 """
 
 
@@ -170,7 +162,6 @@ SLICES = """
         ("%r = (f32[6,4], f32[6,4], u32[]) copy-start(%y)", 1, 96 + 96),  # and its end
         ("%r = (f32[6,4], f32[8,4]) fusion(%x, %y, %n), kind=kLoop, calls=%layer", 1, 128 + 16 + 128 + 4),
         ("%r = ((f32[6,8,4]), (f32[6,4])) fusion-start(%x, %y, %n), kind=kLoop, calls=%layer", 1, 276),
-        ("%r = f32[6,4] fusion(%y, %n), kind=kLoop, calls=%whole", 1, 96 + 4 + 96),
         ("%r = f32[8,4] dynamic-slice(%x, %n), dynamic_slice_sizes={1,8,4}", 1, 128 + 4 + 128),
         ("%r = f32[6,4] dynamic-update-slice(%y, %z, %n)", 1, 16 + 4 + 16),
         ("%r = f32[2,4] gather(%y, %m), slice_sizes={1,4}", 1, 32 + 8 + 32),
