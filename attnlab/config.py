@@ -93,7 +93,7 @@ class Model:
     vocab_size: int | None = option("tokens of the model; None for the tokenizer's, a larger one pads it", None, low=1)
     scan: bool | None = option(
         "the layers as one loop over stacked parameters, compiled in the time of one; None for True from four layers "
-        "on, and with fsdp",
+        "on (33 on GPUs), and with fsdp",
         None,
     )
 

@@ -4,8 +4,9 @@
     attnlab plan --config=gpt2_124m --topology=h100:8 --config.parallel.mesh.fsdp=8 --json=plan.json
 
 The training and evaluation steps of the run are compiled by the real compiler, and never run. The table has
-the memory that they need on one device, the backend of attention, its kernels, and the collectives. TPUs need libtpu
-(pip install 'jax[tpu]'), H100s JAX's CUDA plugin (pip install 'jax[cuda13]'); --topology=here needs neither.
+the memory that they need on one device, the launches, bytes and FLOPs of a training step beside the least time for
+them, the backend of attention, its kernels, and the collectives. TPUs need libtpu (pip install 'jax[tpu]'), H100s JAX's
+CUDA plugin (pip install 'jax[cuda13]'); --topology=here needs neither.
 
 The exit code is 0 if the run fits, or if that is unknown; 1 if it does not fit; 2 for an error.
 `python -m attnlab.plan` is the same command.
@@ -82,7 +83,11 @@ def table(planned: Plan) -> str:
         *((f"  not {name}", why) for name, why in planned.attention_rejected.items()),
     ]
     if not training.refusal:
+        work = f"{training.launches:,} launches, {training.moved / 1e9:.3g} GB moved, {planned.flops / 1e12:.3g} TFLOP"
+        floor = "{1:.3g} ms at {2.bandwidth:g} TB/s, {0:.3g} ms at {2.tflops:g} TFLOP/s of bfloat16"
         rows += [
+            ("work", f"{work} a step, on one device"),
+            *(("floor", floor.format(*times, topology)) for times in [planned.floor] if times),
             ("collectives", ", ".join(moved) + " a step, over all its parts and layers" if moved else "none"),
             ("kernels", ", ".join(kernels) or "none"),
         ]

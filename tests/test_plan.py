@@ -18,6 +18,7 @@ from attnlab.nn import GPT
 from attnlab.planning import plans, topologies
 from attnlab.planning.programs import Program
 from attnlab.support.errors import UserError
+from attnlab.training import flops
 
 TINY = {
     "batch_size": 8,
@@ -68,6 +69,18 @@ def compiled(step, lower, parallel, topology):
 def training_only(step, *arguments, real=plans._compiled):
     """In place of compiling both steps."""
     return (real if step == "training" else compiled)(step, *arguments)
+
+
+def test_work_stands_beside_its_floor(monkeypatch):
+    done = compiled("training", None, None, None)._replace(launches=1234, moved=6 * 10**9)
+    monkeypatch.setattr(plans, "_compiled", lambda *_: done)
+    there = topologies.find("here")
+    planned = plans.plan(config(model__attention__impl="dense"), there._replace(tflops=100.0, bandwidth=3.0))
+    model = GPT.of(vocab_size=256, num_layers=1, width=64, num_heads=2, context=32)
+    assert planned.flops == flops.per_token(model, 32) * 8 * 32 / 4  # on each of four devices
+    assert planned.floor == pytest.approx((planned.flops / 100e9, 2.0))
+    table = plan.table(planned)
+    assert re.search(r"^work +1,234 launches, 6 GB moved, .*\nfloor +2 ms at 3 TB/s, ", table, re.M)
 
 
 @pytest.mark.slow

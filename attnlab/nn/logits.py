@@ -6,22 +6,20 @@ import jax.numpy as jnp
 import optax
 
 from attnlab.nn import sharding
-from attnlab.ops.cross_entropy import chunk_size, cross_entropy, without_padding
+from attnlab.ops.cross_entropy import capped, chunk_size, cross_entropy, without_padding
 
 
 def logits(config, x, embed):
     """float32 `[B, R, rows]` of features `[B, R, F]`, by the rows of a table."""
-    found = sharding.constrain(embed.attend(x), "batch", "length", "vocab")
-    found = found.astype(jnp.promote_types(found.dtype, jnp.float32))
-    return found if config.logit_cap is None else config.logit_cap * jnp.tanh(found / config.logit_cap)
+    return capped(sharding.constrain(embed.attend(x), "batch", "length", "vocab"), config.logit_cap)
 
 
 def losses(config, x, targets, embed):
-    """The cross-entropy of targets `[B, R]` in nats, NaN for targets that are no tokens; large logits in chunks."""
+    """The cross-entropy of targets `[B, R]` in nats, NaN for targets that are no tokens; see `ops.cross_entropy`."""
     batch, length, _ = x.shape
     length = -(-length // sharding.shards("length", x))
-    chunk = chunk_size(-(-batch // sharding.shards("batch", x)), length, config.vocab_rows)
-    if chunk < length:
+    chunk = chunk_size(-(-batch // sharding.shards("batch", x)), length, config.vocab_rows, x.dtype)
+    if chunk < length or jnp.finfo(x.dtype).bits < 32:
         options = {"vocab_size": config.vocab_size, "chunk": chunk, "cap": config.logit_cap}
         return sharding.over_tokens(functools.partial(cross_entropy, **options), x, embed.embedding, targets)
     found = without_padding(logits(config, x, embed), config.vocab_size)

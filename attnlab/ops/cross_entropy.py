@@ -1,13 +1,19 @@
-"""Cross-entropy under a large vocabulary, without the logits of all positions in memory.
+"""Cross-entropy under a large vocabulary, in few passes over the logits and without all of them in memory.
 
-For features x_t, embedding rows e_v and targets y_t, with logits s_tv = x_t·e_v,
+For features x_t, embedding rows e_v and targets y_t, with logits s_tv = x_t·e_v of the features' type,
 
     lse_t = log Σ_v e^(s_tv)    loss_t = lse_t − s_(t, y_t)
 
-Only a chunk of positions has its logits in memory at a time. The backward pass keeps lse alone and computes the logits
-of each chunk again (with g_t the gradient of loss_t; Wijmans et al. 2024, arXiv 2411.09009):
+and, with g_t the gradient of loss_t,
 
     p_tv = e^(s_tv − lse_t)    ds_tv = g_t (p_tv − [v = y_t])    dx_t = Σ_v ds_tv e_v    de_v = Σ_t ds_tv x_t
+
+Logits of one chunk are kept for the backward pass. Of several, one chunk at a time has its logits in memory, and the
+backward pass computes them again from x, e and lse (Wijmans et al. 2024, arXiv 2411.09009).
+
+Logits of bfloat16 features are rounded to bfloat16: half the bytes, which bound the speed. The operands' roundings move
+them as much. In a GPT of 4 layers, after 1,000 steps with a vocabulary size of 1,024, loss and gradient differ from
+float32's by 1.7e-4 nats and 0.81 %; with float32 logits of the same features by 1.5e-4 nats and 0.77 %.
 """
 
 import functools
@@ -23,9 +29,10 @@ from jaxtyping import Float, Integer
 
 from attnlab.ops import checks
 from attnlab.ops.meshes import equally_varying, on_auto_axes, varying_like
-from attnlab.types import Array
+from attnlab.types import Array, DType
 
 MAX_LOGITS = 2**28  # 1 GiB in float32
+MAX_NARROW_LOGITS = 2**30  # 2 GiB in bfloat16: all of GPT-2's for 16 sequences of 1,024
 
 
 def cross_entropy(
@@ -57,7 +64,7 @@ def cross_entropy(
     head = _Head(num_rows if vocab_size is None else vocab_size, cap)
     targets = _checked_targets(targets, head.vocab_size)
     *batch, length, _ = features.shape
-    chunk = chunk_size(math.prod(batch), length, num_rows) if chunk is None else chunk
+    chunk = chunk_size(math.prod(batch), length, num_rows, features.dtype) if chunk is None else chunk
     return _on_mesh(features, embedding, targets, head=head, chunk=chunk)[0]
 
 
@@ -66,9 +73,10 @@ class _Head(NamedTuple):
     cap: float | None  # limit of the logits; None for no limit
 
 
-def chunk_size(rows: int, length: int, vocab_size: int) -> int:
-    """Positions per chunk of `cross_entropy`: all, or the largest power of two with at most 2²⁸ logits per device."""
-    most = max(1, MAX_LOGITS // max(1, rows * vocab_size))
+def chunk_size(rows: int, length: int, vocab_size: int, dtype: DType = jnp.float32) -> int:
+    """Positions per chunk: all, or the largest power of two with at most 2²⁸ logits per device, 2³⁰ of 16 bits."""
+    budget = MAX_LOGITS if jnp.finfo(dtype).bits >= 32 else MAX_NARROW_LOGITS
+    most = max(1, budget // max(1, rows * vocab_size))
     return min(max(1, length), 2 ** (most.bit_length() - 1))
 
 
@@ -110,47 +118,40 @@ def _cross_entropy(features, embedding, targets, head, chunk):
     return _forward(features, embedding, targets, head, chunk)[0]
 
 
-def _cross_entropy_forward(features, embedding, targets, head, chunk):
-    loss, lse = _forward(features, embedding, targets, head, chunk)
-    return loss, (features, embedding, targets, lse)
-
-
-def _cross_entropy_backward(head, chunk, kept, g):
-    return *_backward(*kept, g, head, chunk), None
-
-
-_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
-
-
 def _forward(features, embedding, targets, head, chunk):
-    """(loss, lse), each `[..., T]`."""
+    """(loss `[..., T]`, residuals)."""
     operand, length = _as_operand(embedding, features.dtype, head.vocab_size), targets.shape[-1]
     if length <= chunk:
-        return _chunk_losses(features, operand, targets, head)
+        logits = _logits(features, operand)
+        loss, lse = _losses(logits, targets, head)
+        return loss, (features, embedding, targets, lse, logits)
     axis = targets.ndim - 1
     chunks = tuple(_chunked(x, axis, chunk) for x in (features, targets))
-    losses = lax.map(lambda part: _chunk_losses(part[0], operand, part[1], head), chunks)
-    return tuple(_joined(x, axis, length) for x in losses)
+    losses = lax.map(lambda part: _losses(_logits(part[0], operand), part[1], head), chunks)
+    loss, lse = (_joined(x, axis, length) for x in losses)
+    return loss, (features, embedding, targets, lse, None)
 
 
-def _backward(features, embedding, targets, lse, g, head, chunk):
+def _backward(head, chunk, residuals, g):
+    features, embedding, targets, lse, logits = residuals
     operand, length = _as_operand(embedding, features.dtype, head.vocab_size), targets.shape[-1]
-    if length <= chunk:
-        # In one program XLA merges the logits of forward and backward pass. That costs no memory where one follows the
-        # other, as for a loss, so no barrier separates them.
-        d_features, d_embedding = _chunk_gradients(features, operand, targets, lse, g, head)
-        return d_features, d_embedding.astype(embedding.dtype)
+    if logits is not None:
+        d_features, d_embedding = _gradients(features, operand, logits, targets, lse, g, head)
+        return d_features, d_embedding.astype(embedding.dtype), None
 
     def step(total, part):
         x, *of_positions = part
-        dx, d_embedding = _chunk_gradients(x, operand, *of_positions, head)
+        dx, d_embedding = _gradients(x, operand, _logits(x, operand), *of_positions, head)
         return total + d_embedding, dx
 
     axis = targets.ndim - 1
     zero = varying_like(features, jnp.zeros(embedding.shape, lse.dtype))
     # Padded positions have g = 0 and finite logits, so they add nothing.
     d_embedding, d_features = lax.scan(step, zero, tuple(_chunked(x, axis, chunk) for x in (features, targets, lse, g)))
-    return _joined(d_features, axis, length), d_embedding.astype(embedding.dtype)
+    return _joined(d_features, axis, length), d_embedding.astype(embedding.dtype), None
+
+
+_cross_entropy.defvjp(_forward, _backward)
 
 
 def _as_operand(embedding, dtype, vocab_size):
@@ -161,10 +162,15 @@ def _as_operand(embedding, dtype, vocab_size):
     return jnp.where(jnp.arange(embedding.shape[0])[:, None] < vocab_size, embedding, 0)
 
 
-def _logits(x, embedding, cap):
-    """`[..., T, V]` in float32 (float64 for float64), padding included."""
+def _logits(x, embedding):
+    """`[..., T, V]` in x's type before the cap, padding included; sums are float32 (float64 for float64)."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    logits = jnp.einsum("...tf,vf->...tv", x, embedding, preferred_element_type=dtype)
+    return jnp.einsum("...tf,vf->...tv", x, embedding, preferred_element_type=dtype).astype(x.dtype)
+
+
+def capped(logits: Float[Array, "*B V"], cap: float | None) -> Float[Array, "*B V"]:
+    """cap·tanh(logits/cap) in float32 (float64 for float64); the logits where there is no cap."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
@@ -175,22 +181,22 @@ def without_padding(logits: Float[Array, "*B V"], vocab_size: int) -> Float[Arra
     return jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
 
 
-def _chunk_losses(x, embedding, targets, head):
+def _losses(logits, targets, head):
     """(loss, lse) of some positions."""
-    logits = without_padding(_logits(x, embedding, head.cap), head.vocab_size)
+    logits = without_padding(capped(logits, head.cap), head.vocab_size)
     lse = jax.nn.logsumexp(logits, axis=-1)
     target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
     is_in_vocabulary = (targets >= 0) & (targets < head.vocab_size)
     return jnp.where(is_in_vocabulary, lse - target_logits, jnp.nan), lse
 
 
-def _chunk_gradients(x, embedding, targets, lse, g, head):
+def _gradients(x, embedding, logits, targets, lse, g, head):
     """dx in x's type, and the gradient of the embedding in float32 (float64 for float64)."""
-    logits = _logits(x, embedding, head.cap)
+    logits = capped(logits, head.cap)
     p = jnp.exp(without_padding(logits, head.vocab_size) - lse[..., None])
     is_target = jnp.arange(embedding.shape[0]) == targets[..., None]
-    # Products of a narrow type are faster on devices that have them.
     slope = 1 if head.cap is None else 1 - (logits / head.cap) ** 2
+    # Products of a narrow type are faster on devices that have them.
     d_logits = (g[..., None] * (p - is_target) * slope).astype(x.dtype)
     dx = jnp.einsum("...tv,vf->...tf", d_logits, embedding, preferred_element_type=lse.dtype).astype(x.dtype)
     positions = tuple(range(targets.ndim))

@@ -15,8 +15,8 @@ from attnlab.planning import programs
 from attnlab.planning.programs import Program
 from attnlab.planning.topologies import Topology
 from attnlab.support.errors import UserError
+from attnlab.training import flops, precision, run
 from attnlab.training import parallel as parallel_lib
-from attnlab.training import precision, run
 from attnlab.training.experiment import Experiment, backend_of
 
 _GIB = 2**30
@@ -35,6 +35,7 @@ class Plan:
     parameters: int
     training: Program
     evaluation: Program
+    flops: float  # of a training step on a device, without recomputation
     attention: dict[str, str]  # the backend of each layer in training, or the kind of layers without attention
     attention_rejected: dict[str, str]  # the reason against each other backend
     optimizer_bytes: int  # of the state on a device, without the parameters that are evaluated
@@ -54,6 +55,13 @@ class Plan:
             return None
         return max(self.training.peak, self.evaluation.peak + self.optimizer_bytes) <= self.topology.usable_gib * _GIB
 
+    @property
+    def floor(self) -> tuple[float, float] | None:
+        """The least time of a training step, in ms: of its FLOPs and of the bytes moved; None where nothing tells."""
+        if self.topology.tflops is None or self.training.refusal:
+            return None
+        return self.flops / self.topology.tflops / 1e9, self.training.moved / self.topology.bandwidth / 1e9
+
     def as_dict(self) -> dict:
         """A dict for JSON; sizes in GiB of one device."""
         return {
@@ -67,6 +75,10 @@ class Plan:
             "fits": self.fits,
             "training": _sizes(self.training),
             "evaluation": _sizes(self.evaluation),
+            "launches": self.training.launches,
+            "moved_bytes": self.training.moved,
+            "flops": self.flops,
+            "floor_ms": self.floor,
             "collectives": self.training.collectives,
             "unknown_loops": self.training.unknown_loops,
             "custom_calls": self.training.custom_calls,
@@ -94,7 +106,7 @@ def plan(config: ConfigDict | RunConfig, topology: Topology, vocab_size: int | N
         training = _compiled("training", experiment.lower, parallel, topology)
         evaluation = _compiled("evaluation", experiment.lower_eval, parallel, topology)
     attention, rejected = attention_of(experiment.model, topology, config.batch_size, parallel.mesh)
-    state, loops = experiment.abstract_state, training.unknown_loops
+    state, loops, length = experiment.abstract_state, training.unknown_loops, config.model.context
     refusals = {"training": training.refusal, "evaluation": evaluation.refusal}
     notes += [f"the {step} step is refused: {why}" for step, why in refusals.items() if why]
     notes += [f"{loops} loops of unknown length: what is inside is counted once"] if loops else []
@@ -107,6 +119,7 @@ def plan(config: ConfigDict | RunConfig, topology: Topology, vocab_size: int | N
         parameters=experiment.parameters,
         training=training,
         evaluation=evaluation,
+        flops=_flops_per_token(experiment.model, length) * config.batch_size * length / parallel.mesh.size,
         attention=attention,
         attention_rejected=rejected,
         optimizer_bytes=_shard_bytes((state.opt_state, state.average)),
@@ -182,6 +195,12 @@ def _compiled(step: str, lower: Callable, parallel: parallel_lib.Parallel, topol
             raise
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
         raise UserError(f"the {step} step does not compile for {topology.name}: {reason}") from error
+
+
+def _flops_per_token(model: GPT, length: int) -> float:
+    """FLOPs of training, which are the same for every backend: the chosen one may not run here."""
+    layers = (dataclasses.replace(x, impl="auto") if hasattr(x, "impl") else x for x in model.config.layers)
+    return flops.per_token(model.replace(layers=tuple(layers)), length)
 
 
 def _shard_bytes(tree) -> int:

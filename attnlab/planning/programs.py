@@ -15,6 +15,13 @@ import jax
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _PARTS = ("fusion", "fusion-start", "async-start")  # what they call is run in place
+_FUSIONS = ("fusion", "fusion-start")
+# Instructions without work of their own: what a call or loop contains is counted.
+_FREE = re.compile(
+    "parameter|constant|get-tuple-element|tuple|bitcast|after-all|(partition|replica)-id|while|conditional|"
+    "call|(call|async)-start|(call|async|fusion)-done"
+)
+_PARTIAL = ("bitcast", "dynamic-slice", "slice", "gather", "dynamic-update-slice")  # need not read their first operand
 _FORWARDS = ("copy", "bitcast", "copy-done", "copy-start")  # the same number under another name
 
 
@@ -30,6 +37,8 @@ class Program(NamedTuple):
     custom_calls: dict[str, int]  # executions by target
     kernels: dict[str, int]  # executions by name: Pallas kernels, and cuDNN's attention kernels
     refusal: str = ""  # the compiler's sentence where it refused the program for want of memory
+    launches: int = 0  # instructions executed that compute or copy: on GPUs kernels
+    moved: int = 0  # bytes that they read and write
 
 
 class Instruction(NamedTuple):
@@ -65,10 +74,8 @@ def read(compiled: jax.stages.Compiled, seconds: float = 0.0) -> Program:
     # the sum is what they take. On TPUs small programs have a peak above the sum. The larger one is safe for both.
     peak = max(sum(parts), getattr(memory, "peak_memory_in_bytes", 0))
     counts, unknown_loops = collectives(computations)
-    calls, kernels = custom_calls(computations)
-    return Program(
-        memory.argument_size_in_bytes, memory.temp_size_in_bytes, peak, seconds, counts, unknown_loops, calls, kernels
-    )
+    sizes = memory.argument_size_in_bytes, memory.temp_size_in_bytes, peak
+    return Program(*sizes, seconds, counts, unknown_loops, *custom_calls(computations), "", *work(computations))
 
 
 def refused(message: str, seconds: float) -> Program:
@@ -153,6 +160,53 @@ def custom_calls(computations: dict[str, list[Instruction]]) -> tuple[dict[str, 
             if name:
                 kernels[name] = kernels.get(name, 0) + times
     return targets, kernels
+
+
+def work(computations: dict[str, list[Instruction]]) -> tuple[int, int]:
+    """Launches, and the bytes that they move: operands and results, but of slices of an array the slices alone."""
+    launches = moved = 0
+    fusions = (each for body in computations.values() for each in body if each.opcode in _FUSIONS)
+    fused = {_called(each, "calls")[0] for each in fusions}
+    for block, times in _blocks(computations, "ENTRY", 1, set()):
+        for each in block:
+            if _FREE.fullmatch(each.opcode) or each.computation in fused:
+                continue
+            names, body, kernel = set(_names(each.operands)), computations[each.computation], [each]
+            if is_fusion := each.opcode in _FUSIONS:
+                kernel = body = computations[_called(each, "calls")[0]]
+                names = {x.name for x in body if x.opcode == "parameter"}
+            # The start of a copy or collective reads its operands, its end writes the results.
+            if not each.opcode.endswith("-done"):
+                launches += times
+                moved += times * sum(_read(kernel, x) for x in body if x.name in names)
+            if is_fusion or not each.opcode.endswith("-start"):
+                moved += times * _written(body, _root(body) if is_fusion else each)
+    return launches, moved
+
+
+def _read(kernel: list[Instruction], value: Instruction) -> int:
+    """Bytes of an operand that the instructions of a kernel read."""
+    whole, read = _device_bytes(value.shape), 0
+    for user in kernel:
+        first, *others = _names(user.operands) or [""]
+        if value.name in others or (value.name == first and user.opcode not in _PARTIAL):
+            return whole
+        if value.name == first and user.opcode != "dynamic-update-slice":  # which writes in place
+            read += _read(kernel, user) if user.opcode == "bitcast" else _device_bytes(user.shape)
+    return min(read, whole)
+
+
+def _written(body: list[Instruction], root: Instruction) -> int:
+    """Bytes of a kernel's results."""
+    names = _names(root.operands)
+    if root.opcode in ("tuple", "bitcast"):
+        return sum(_written(body, _origin(body, name)) for name in names)
+    return _device_bytes(_origin(body, names[1]).shape if root.opcode == "dynamic-update-slice" else root.shape)
+
+
+def _device_bytes(shape: str) -> int:
+    """Bytes of the arrays in a device's memory: TPUs keep S(1), GPUs keep S(5) elsewhere."""
+    return array_bytes(re.sub(r"\w+\[[^\]]*\]\{[^}]*S\(\d+\)\}", "", shape))
 
 
 def _kernel(target: str, name: str) -> str:

@@ -28,30 +28,35 @@ class Topology(NamedTuple):
     platform: str  # "tpu", "gpu" or "cpu"
     devices: list[jax.Device]
     usable_gib: float | None  # memory that a program may use on a device; None where it is not known
+    tflops: float | None = None  # peak of bfloat16 products of a device, 10¹² FLOP/s; None where it is not known
+    bandwidth: float | None = None  # of its memory, TB/s
 
 
 class _Generation(NamedTuple):
-    """A generation of TPUs: memory that a program may use, axes of a slice, its most chips, the compiler's options."""
+    """A generation of TPUs: memory that a program may use, peaks as of a `Topology`, axes and most chips of a slice."""
 
     usable_gib: float
+    tflops: float
+    bandwidth: float
     axes: int
     chips: int
-    options: dict
+    options: dict  # the compiler's
 
 
-# Chips per pod (for v5p, per slice) are from https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, "System
-# architecture". The usable memory is not documented: it is what libtpu 0.0.50 names when it refuses a program ("exceeds
-# available HBM (15.75G)"), for one device as JAX sees it. tpu7x has two a chip; on v4, libtpu describes two unless told
-# that both cores are one device ("megacore"), as they are on every v4 host of Google Cloud.
+# Chips per pod (for v5p, per slice) and peaks are from https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x},
+# "System architecture". The usable memory is not documented: it is what libtpu 0.0.50 names when it refuses a program
+# ("exceeds available HBM (15.75G)"). All are of one device as JAX sees it. tpu7x has two a chip; on v4, libtpu has two
+# unless told that both cores are one device ("megacore"), as they are on every v4 host of Google Cloud.
 _TPUS = {
-    "v4": _Generation(30.75, 3, 4096, {"chip_config_name": "megacore"}),
-    "v5e": _Generation(15.75, 2, 256, {}),
-    "v5p": _Generation(95.73, 3, 6144, {}),
-    "v6e": _Generation(31.24, 2, 256, {}),
-    "tpu7x": _Generation(94.74, 3, 9216, {}),
+    "v4": _Generation(30.75, 275, 1.23, 3, 4096, {"chip_config_name": "megacore"}),
+    "v5e": _Generation(15.75, 197, 0.82, 2, 256, {}),
+    "v5p": _Generation(95.73, 459, 2.77, 3, 6144, {}),
+    "v6e": _Generation(31.24, 918, 1.64, 2, 256, {}),
+    "tpu7x": _Generation(94.74, 1153.5, 3.69, 3, 9216, {}),
 }
 _H100 = "NVIDIA H100 80GB HBM3"
 _H100_GIB = 84_942_979_072 / 2**30  # `device_memory_size` of the CUDA plugin's description
+_H100_PEAKS = 989, 3.35  # SXM, without sparsity: https://www.nvidia.com/en-us/data-center/h100
 _INSTALL_CUDA = "pip install --upgrade 'jax[cuda13]', JAX 0.12 or newer, on Python 3.12 or newer"
 _MOST_GPUS = 8  # of one host; the plugin's description knows no network between hosts
 _HOST = (2, 2, 1)  # chips of a TPU host along each axis
@@ -113,7 +118,8 @@ def _tpu(name: str, generation: str, shape: str) -> Topology:
         raise UserError(f"--topology={name} needs libtpu: pip install 'jax[tpu]'")
     prepare(name)
     label = f"{generation}:{'x'.join(map(str, sizes))}"
-    return Topology(name, "tpu", _described(name, platform="tpu", topology_name=label, **options), known.usable_gib)
+    devices = _described(name, platform="tpu", topology_name=label, **options)
+    return Topology(name, "tpu", devices, known.usable_gib, known.tflops, known.bandwidth)
 
 
 def _sizes(name: str, generation: str, shape: str) -> tuple[int, ...]:
@@ -138,7 +144,7 @@ def _h100(name: str, count: str) -> Topology:
     target = _target(name)
     shape = f"1x1x{int(count or 1)}"  # slices, hosts, GPUs of a host
     devices = _described(name, platform="cuda", topology_name="h100", target_config=target, topology=shape)
-    return Topology(name, "gpu", devices, _H100_GIB)
+    return Topology(name, "gpu", devices, _H100_GIB, *_H100_PEAKS)
 
 
 def _target(name: str) -> str:

@@ -58,15 +58,16 @@ class Experiment:
         self.parallel = parallel or parallel_lib.from_config(config)
         self.config = config
         self._ahead = {}
+        platform = self.parallel.mesh.devices.flat[0].platform
         if model is None:
             self.model = GPT(with_parts(config.over_tokens(vocab_size), mask, score_mod))
-            _check_backend(self.model, self.parallel.mesh.devices.flat[0].platform)
+            _check_backend(self.model, platform)
         else:
             _check_model(model, vocab_size, config.data.packing)
             self.model = model.over_tokens(vocab_size) if isinstance(model, GPT) else model
         self._over_tokens = self.model if isinstance(self.model, GPT) else _OverTokens(self.model, vocab_size)
         # A user's optimizer may select parameters by layer.
-        self.scan = model is None and (states.scans(config) if optimizer is None else bool(config.scan))
+        self.scan = model is None and (states.scans(config, platform) if optimizer is None else bool(config.scan))
         self._init = jax.jit(self.model.init)
         self.learning_rate = None
         skip = config.on_nonfinite == "skip"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attnlab.ops.cross_entropy import MAX_LOGITS, chunk_size, cross_entropy
+from attnlab.ops.cross_entropy import MAX_LOGITS, MAX_NARROW_LOGITS, chunk_size, cross_entropy
 from tests.ops.cases import slow
 
 zeros = functools.partial(np.zeros, dtype=np.float32)
@@ -74,6 +74,8 @@ def bounds(features, embedding, targets, g, rounding):
     # A logit is a sum of WIDTH terms, an lse one of VOCAB terms; each rounding errs by 2^-24 of what is summed. The
     # other roundings (of exp, of log, of the difference) are a few units of 2^-24 of their results.
     value = 2.0**-24 * (2 * (WIDTH + 4) * sizes.max(-1) + VOCAB + 8 + 4 * np.log(VOCAB))
+    # Logits of a narrow type are rounded to it: a logit and the lse move by the largest rounding of a logit at most.
+    value += 2 * rounding * sizes.max(-1) if rounding > 2.0**-24 else 0
     p = np.exp(np.asarray(features, np.float64) @ np.asarray(embedding, np.float64).T)
     p /= p.sum(-1, keepdims=True)
     is_target = np.arange(VOCAB) == np.asarray(targets)[..., None]
@@ -90,16 +92,31 @@ def bounds(features, embedding, targets, g, rounding):
     return value, *errors
 
 
-@pytest.mark.parametrize("dtype, chunk", [(jnp.float32, None), (jnp.bfloat16, 4)])
+@pytest.mark.parametrize("dtype, chunk", [(jnp.float32, None), (jnp.bfloat16, 4), (jnp.float16, None)])
 def test_narrow_types_err_by_their_roundings_alone(dtype, chunk):
     arguments = inputs(dtype)
     results = ours(chunk)(*arguments)
     assert [x.dtype for x in results] == [jnp.float32, dtype, dtype]
-    # Products of two bfloat16 numbers are exact in float32, and so are the operands in float64. Rounding to nearest
-    # with 8 significant bits errs by at most 2^-8 of the result, with 24 by 2^-24.
-    rounding = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-24
+    # Products of two narrow numbers are exact in float32, and so are the operands in float64. Rounding to nearest with
+    # 8 significant bits errs by at most 2^-8 of the result, with 11 by 2^-11, with 24 by 2^-24.
+    rounding = float(jnp.finfo(dtype).eps) / 2
     for result, expected, bound in zip(results, reference(*arguments), bounds(*arguments, rounding), strict=True):
         assert_within(result, expected, bound)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_rounded_logits_err_as_rounded_features(chunk):
+    rng = np.random.default_rng(0)
+    features, embedding = rng.standard_normal((1, 200, 64)), rng.standard_normal((300, 64)) / 8
+    targets, g = rng.integers(0, 300, (1, 200)).astype(np.int32), np.ones((1, 200), np.float32)
+    exact = reference(features, embedding, targets, g, 300)
+    features, embedding = jnp.asarray(features, jnp.bfloat16), jnp.asarray(embedding, jnp.bfloat16)
+    rounded = reference(features, embedding, targets, g, 300)
+    for result, inherited, expected in zip(ours(chunk)(features, embedding, targets, g), rounded, exact):
+        errors = [np.linalg.norm(np.asarray(x, np.float64) - expected) for x in (result, inherited)]
+        # Variances add: in units of one rounding two from the operands, one each from logits, from their gradients and
+        # from the results.
+        assert errors[0] <= math.sqrt(5 / 2) * errors[1]
 
 
 def test_float32_embedding_has_float32_gradient_for_bfloat16_features():
@@ -242,20 +259,22 @@ def test_gradient_holds_logits_of_a_chunk_alone(chunk):
 
 
 @pytest.mark.parametrize("chunk", [LENGTH, 4])
-def test_backward_pass_keeps_lse_and_inputs_alone(chunk):
-    features, embedding, targets, _ = inputs()
+def test_backward_pass_keeps_lse_inputs_and_logits_of_one_chunk(chunk):
+    features, embedding, targets, _ = inputs(jnp.bfloat16)
     _, back = jax.jit(lambda *x: jax.vjp(lambda *x: cross_entropy(*x, targets, chunk=chunk), *x))(features, embedding)
-    kept = [x.shape for x in jax.tree.leaves(back)]
-    assert sorted(kept) == sorted([features.shape, embedding.shape, targets.shape, targets.shape])
+    kept = [f"{x.dtype}{x.shape}" for x in jax.tree.leaves(back)]
+    expected = ["bfloat16(4, 10, 6)", "bfloat16(21, 6)", "int32(4, 10)", "float32(4, 10)"]
+    assert sorted(kept) == sorted(expected + ["bfloat16(4, 10, 21)"] * (chunk == LENGTH))
 
 
+@pytest.mark.parametrize("dtype, most", [(jnp.float32, MAX_LOGITS), (jnp.bfloat16, MAX_NARROW_LOGITS)])
 @given(rows=st.integers(0, 2**20), length=st.integers(0, 2**20), vocab_size=st.integers(1, 2**30))
-def test_chunk_size_is_the_length_or_the_largest_power_of_two(rows, length, vocab_size):
-    chunk = chunk_size(rows, length, vocab_size)
+def test_chunk_size_is_the_length_or_the_largest_power_of_two(dtype, most, rows, length, vocab_size):
+    chunk = chunk_size(rows, length, vocab_size, dtype)
     assert 1 <= chunk <= max(length, 1)
-    assert chunk == 1 or rows * chunk * vocab_size <= MAX_LOGITS
+    assert chunk == 1 or rows * chunk * vocab_size <= most
     if chunk < length:
-        assert chunk & (chunk - 1) == 0 and 2 * rows * chunk * vocab_size > MAX_LOGITS
+        assert chunk & (chunk - 1) == 0 and 2 * rows * chunk * vocab_size > most
 
 
 @pytest.mark.parametrize(

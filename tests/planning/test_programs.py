@@ -141,6 +141,48 @@ def test_kernels_are_counted_by_name_and_lines_of_metadata_are_skipped():
     assert kernels == {"splash_fwd": 2, "cudnn_fmhaSoftmax": 1}
 
 
+SLICES = """
+%layer (stack: f32[6,8,4], out: f32[6,4], at: s32[]) -> (f32[6,4], f32[8,4]) {
+  %stack = f32[6,8,4]{2,1,0} parameter(0)
+  %flat = f32[48,4]{1,0} bitcast(%stack)
+  %at = s32[] parameter(2)
+  %one = f32[8,4]{1,0} dynamic-slice(%flat, %at), dynamic_slice_sizes={8,4}
+  %sum = f32[1,4]{1,0} reduce(%one), dimensions={0}, to_apply=%add
+  %out = f32[6,4]{1,0} parameter(1)
+  %in_place = f32[6,4]{1,0} dynamic-update-slice(%out, %sum, %at)
+  ROOT %both = (f32[6,4]{1,0}, f32[8,4]{1,0}) tuple(%in_place, %one)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "line, launches, moved",
+    [
+        ("%r = f32[6,4]{1,0} copy(%y)", 1, 192),
+        ("%r = (f32[6,4], f32[6,4], u32[]) copy-start(%y)", 1, 96 + 96),  # and its end
+        ("%r = (f32[6,4], f32[8,4]) fusion(%x, %y, %n), kind=kLoop, calls=%layer", 1, 128 + 16 + 128 + 4),
+        ("%r = ((f32[6,8,4]), (f32[6,4])) fusion-start(%x, %y, %n), kind=kLoop, calls=%layer", 1, 276),
+        ("%r = f32[8,4] dynamic-slice(%x, %n), dynamic_slice_sizes={1,8,4}", 1, 128 + 4 + 128),
+        ("%r = f32[6,4] dynamic-update-slice(%y, %z, %n)", 1, 16 + 4 + 16),
+        ("%r = f32[2,4] gather(%y, %m), slice_sizes={1,4}", 1, 32 + 8 + 32),
+        ("%r = f32[6,4]{1,0:T(8,128)S(1)} add(%y, %y)", 1, 96),  # the sum is in a TPU's vector memory
+        ("%r = f32[24]{0} bitcast(%y)", 0, 0),
+    ],
+)
+def test_work_is_what_instructions_read_and_write(line, launches, moved):
+    arrays = "%x = f32[6,8,4] parameter(0)", "%y = f32[6,4] parameter(1)", "%n = s32[] parameter(2)"
+    arrays += "%z = f32[1,4] parameter(3)", "%m = s32[2] parameter(4)"
+    ends = {"copy-start": "%e = f32[6,4] copy-done(%r)", "fusion-start": "%e = f32[6,4] fusion-done(%r)"}
+    computations = entry(*arrays, line, *(end for start, end in ends.items() if start in line), others=SLICES)
+    assert programs.work(computations) == (launches, moved)
+
+
+def test_work_of_a_loop_counts_as_often_as_it_runs():
+    # Two copies of s32[], an addition of two of them, an all-reduce: 7 numbers, 64 more.
+    launches, moved = programs.work(loop(start="constant(2)"))
+    assert (launches, moved) == (1 + 4 * 3, 8 + 4 * (8 + 12 + 2 * 128))
+
+
 @pytest.mark.parametrize(
     "message, needed",
     [

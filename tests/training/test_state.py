@@ -45,6 +45,15 @@ def make_step(poison, **options):
     return first, jax.jit(functools.partial(state.train_step, model, optimizer, 0, 1))
 
 
+@pytest.mark.parametrize("layers, fsdp, on_cpu, on_gpu", [(3, 1, 0, 0), (12, 1, 1, 0), (48, 1, 1, 1), (2, 2, 1, 1)])
+def test_layers_are_a_loop_where_that_is_faster_or_smaller(layers, fsdp, on_cpu, on_gpu):
+    config = configs.default()
+    config.model.num_layers, config.parallel.mesh.fsdp = layers, fsdp
+    assert [state.scans(configs.completed(config), platform) for platform in ("cpu", "gpu")] == [on_cpu, on_gpu]
+    config.model.scan = True
+    assert state.scans(configs.completed(config), "gpu")
+
+
 def test_train_step_nonfinite_is_skipped_and_counted():
     first, step = make_step(float("nan"), skip_nonfinite=True)
     first, metrics = jax.device_get(step(first, batch(1)))

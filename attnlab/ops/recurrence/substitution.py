@@ -51,8 +51,7 @@ def _inverse(a):
 
 def _by_rows(a, blocks):
     """The inverses of the blocks on the diagonal, `[..., blocks, B, B]`."""
-    parts = (a[..., at : at + _BLOCK, at : at + _BLOCK] for at in range(0, blocks * _BLOCK, _BLOCK))
-    a = jnp.tril(jnp.stack(list(parts), axis=-3), -1)
+    a = jnp.tril(_blocks(a, _BLOCK, blocks), -1)
 
     def substitute(row, x):
         """Row `row` is final: take it out of the rows below."""
@@ -60,23 +59,23 @@ def _by_rows(a, blocks):
         return x - column * jax.lax.dynamic_slice_in_dim(x, row, 1, axis=-2)
 
     identity = varying_like(a, jnp.broadcast_to(jnp.eye(_BLOCK, dtype=a.dtype), a.shape))
-    return jax.lax.fori_loop(0, _BLOCK - 1, substitute, identity)
+    rows = functools.partial(jax.lax.fori_loop, 0, _BLOCK - 1, substitute)
+    # Unrolled, XLA makes it one kernel on GPUs. On CPUs that takes longer than the loop.
+    return jax.lax.platform_dependent(identity, cuda=functools.partial(rows, unroll=True), default=rows)
+
+
+def _blocks(a, size, count, below=0):
+    """Blocks of `[..., C, C]` along the diagonal, `below` rows under it: `[..., count, size, size]`."""
+    starts = (n * (size + below) for n in range(count))
+    return jnp.stack([a[..., at + below : at + below + size, at : at + size] for at in starts], axis=-3)
 
 
 def _merged(a, inverses):
-    """The inverse from inverses of the blocks on its diagonal, two by two."""
-    size, found = _BLOCK, [inverses[..., n, :, :] for n in range(inverses.shape[-3])]
-    while len(found) > 1:
-        pairs = zip(found[::2], found[1::2])
-        found = [_pair(a, at * 2 * size, size, *pair) for at, pair in enumerate(pairs)]
-        size *= 2
-    return found[0]
-
-
-def _pair(a, start, size, upper, lower):
-    """The inverse of [[U, 0], [A, L]] from U⁻¹ and L⁻¹."""
-    between = a[..., start + size : start + 2 * size, start : start + size]
-    with jax.default_matmul_precision("highest"):
-        corner = -(lower @ (between @ upper))
-    rows = [[upper, jnp.zeros_like(corner)], [corner, lower]]
-    return jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
+    """The inverse from inverses of the blocks on its diagonal, two by two: [[U, 0], [A, L]] from U⁻¹ and L⁻¹."""
+    while (count := inverses.shape[-3]) > 1:
+        size, upper, lower = inverses.shape[-1], inverses[..., ::2, :, :], inverses[..., 1::2, :, :]
+        with jax.default_matmul_precision("highest"):
+            corner = -(lower @ (_blocks(a, size, count // 2, below=size) @ upper))
+        rows = [[upper, jnp.zeros_like(corner)], [corner, lower]]
+        inverses = jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
+    return inverses[..., 0, :, :]
