@@ -97,7 +97,7 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
 
 
 def explained(error: BaseException) -> str | None:
-    """An error of the user's in one line, with what to do; None for any other."""
+    """A user's mistake in one line, with what to do; None for any other error."""
     if isinstance(error, UserError | flags.Error):  # flags.Error: an unreadable --flagfile
         return one_line(error)
     if isinstance(error, OSError):  # e.g. a full disk, or no permission

@@ -107,8 +107,10 @@ def _main(values, argv: list[str]) -> int:
         _part(values, name, folder, protocol._replace(options=(*given, *more)), variants, published.get(name))
         for name, more in found.items()
     ]
+    compared = [config_of([*part.protocol.options, *each.options]) for part in made for each in part.variants]
+    custom.check_used(values["import"].value, [layer for config in compared for layer in config.model.used])
     if values.check == "on":
-        _check_own([config_of([*part.protocol.options, *each.options]) for part in made for each in part.variants])
+        _check_own(compared)
     if values.dry_run:
         return _print_runs(made)
     content = {"variants": {variant.name: variant.options for variant in variants}, "options": options}

@@ -27,6 +27,7 @@ import numpy as np
 from absl import flags
 
 from attnlab import commands, runs, train
+from attnlab.nn import custom
 from attnlab.support import paths, workers
 from attnlab.support.errors import UserError
 from attnlab.sweeping import grid, groups, training_runs
@@ -58,6 +59,7 @@ def _main(values, options: list[str]) -> int:
     _, name = commands.config_of(values)
     together = training_runs.checked(values)
     points = grid.points(values.grid, options)
+    custom.check_used(values["import"].value, [layer for point in points for layer in point.config.model.used])
     folder = Path(values.workdir or f"runs/{name}-sweep")
     if values.dry_run:
         print("\n".join(shlex.join(["attnlab", "train", *p.options, f"--workdir={folder / p.name}"]) for p in points))

@@ -133,9 +133,6 @@ def train(
                 if eval_only:
                     _print_evaluation(run)
                     return 0
-                has_parts = custom.files() or any(part is not None for part in passed)
-                if has_parts and (fault := compilation.miscompilation()):
-                    run.reporter.print(fault)
                 return trainers.Trainer([run], preemption, on_step, on_phase).run()
         except (jax.errors.JaxRuntimeError, TimeoutError) as error:
             if own_process and jax.process_count() > 1 and "RESOURCE_EXHAUSTED" not in str(error):
@@ -146,7 +143,7 @@ def train(
 def is_finished(config: ConfigDict | RunConfig, workdir: str | Path) -> bool:
     """Whether the run of a config is in a workdir and finished; nothing is loaded or written.
 
-    Without a run there, no device is asked: the process that asks may not be the one that trains.
+    Without a run there no device is started: the caller may leave training to another process.
     """
     return (Path(workdir) / "config.json").exists() and runs.resolve(config, workdir).origin == "finished"
 

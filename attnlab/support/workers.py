@@ -29,7 +29,7 @@ WARNING = re.compile(r"^jaxlib |(Runtime|User)Warning: ")  # lines of a log on w
 class Ended(NamedTuple):
     """How a process ended; `error` is the last line that it printed if it failed, else "".
 
-    `part` of its work that it told of with `tell`, if the process itself may go on.
+    `part` of its work that it reported by `tell`, if the process itself may go on.
     """
 
     name: str
@@ -78,7 +78,7 @@ def run(
     Each warning in their logs is printed once.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    waiting, running, warned, told = dict(modules), {}, set(), {}
+    waiting, running, warned, parts = dict(modules), {}, set(), {}
     try:
         while waiting or running:
             for name in list(waiting)[: jobs - len(running)]:
@@ -89,8 +89,8 @@ def run(
             done = [name for name, (process, *_) in running.items() if process.poll() is not None]
             for name, (_, log, size) in running.items():
                 lines = _printed(log, size)
-                for line in [line for line in lines if line.startswith(TOLD)][told.get(name, 0) :]:
-                    told[name] = told.get(name, 0) + 1
+                for line in [line for line in lines if line.startswith(TOLD)][parts.get(name, 0) :]:
+                    parts[name] = parts.get(name, 0) + 1
                     part, error = json.loads(line.removeprefix(TOLD))
                     yield Ended(name, error, part)
             for name in done:

@@ -58,7 +58,7 @@ def train_all(configs: Mapping[Path, RunConfig], together: str) -> int:
 
 
 def _train(plans: list[RunPlan], together: str) -> int:
-    """What of the runs cannot be trained together is trained by halves; an error is told of a run that is alone."""
+    """Runs that cannot be trained together are trained by halves; an error is reported of one that is alone."""
     with _telling([plan.workdir.path for plan in plans]):
         program, waiting = runs.load(plans[0], runs.start_of(plans[0])[1]), plans
         count = most(program, plans) if together == AUTO else int(together)
@@ -76,7 +76,7 @@ def _train(plans: list[RunPlan], together: str) -> int:
 
 @contextlib.contextmanager
 def _telling(workdirs: Sequence[Path]) -> Iterator[None]:
-    """Errors of the user are told of the runs in some folders, and end no other."""
+    """Errors of the user are reported of the runs in some folders, and end no other."""
     try:
         yield
     except (UserError, MemoryError, RuntimeError) as error:

@@ -136,8 +136,9 @@ class Experiment:
                 lower().compile()
 
         train = functools.partial(self.lower, runs, self.config.parallel.steps_per_call)
+        evaluation = functools.partial(self.lower_eval, runs)
         pool = ThreadPoolExecutor(2, "attnlab-compile")
-        self._ahead = {"train": pool.submit(into_cache, train), "eval": pool.submit(into_cache, self.lower_eval)}
+        self._ahead = {"train": pool.submit(into_cache, train), "eval": pool.submit(into_cache, evaluation)}
         pool.shutdown(wait=False)
 
     def _wait_for(self, name: str) -> None:
@@ -194,7 +195,7 @@ class Experiment:
         return self.parallel.compile_eval(step)
 
     def create_state(self, params=None, seed: int | None = None) -> TrainState:
-        """The state before the first step, on the devices, with `params`, or random ones of a seed, the config's."""
+        """The state before the first step, on the devices, with `params`, or drawn from a `seed`."""
         if params is None:
             return self.parallel.create_state(self._create, jnp.int32(self.config.seed if seed is None else seed))
         like = jax.tree.map(lambda x: x.sharding, self.abstract_state)
@@ -244,10 +245,11 @@ class Experiment:
         count = jax.ShapeDtypeStruct((), np.int32, sharding=self.parallel.replicated)
         return state, self._abstract_batch((room, *outer)), fixed, count
 
-    def lower_eval(self) -> jax.stages.Lowered:
-        """The evaluation of one batch, lowered from shapes."""
+    def lower_eval(self, runs: int | None = None) -> jax.stages.Lowered:
+        """The evaluation of one batch, lowered from shapes, perhaps of `runs` together."""
+        state, step = self._shapes(runs)[0], self.eval_step if runs is None else self._eval_together
         size = self.config.batch_size // self.config.optimizer.accumulation
-        return self.eval_step.lower(self.abstract_state.params, self._abstract_batch(batch_size=size))
+        return step.lower((state if runs is None else state[0]).params, self._abstract_batch(batch_size=size))
 
     def _abstract_batch(self, outer: tuple[int, ...] = (), batch_size: int | None = None) -> Batch:
         config = self.config

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 from ml_collections import ConfigDict
 
+from attnlab import compilation
 from attnlab import config as configs
 from attnlab.config import RunConfig
 from attnlab.data import tokenizers
@@ -122,7 +123,7 @@ def _precision(config: RunConfig, workdir: Workdir, passed: Passed, device: jax.
 
 
 class Program(NamedTuple):
-    """What runs share that start from the same step, and differ in what `Experiment.fixed` holds alone."""
+    """The parts shared by runs that start from the same step, and differ in what `Experiment.fixed` holds alone."""
 
     text: Text
     experiment: Experiment
@@ -307,6 +308,9 @@ def _report_start(run: Run) -> None:
         reporter.print(
             "the run began in bfloat16, and goes on in it, although this hardware has no instructions for it"
         )
+    has_parts = custom.files() or any(part is not None for part in plan.passed)
+    if has_parts and (fault := compilation.miscompilation()):
+        reporter.print(fault)
     if run.start:
         reporter.print(f"resumed from step {run.start}")
     elif plan.origin == "weights":
