@@ -52,7 +52,7 @@ EXCLUDED = {
     ("training/trainer.py", "if not config.eval.patience or not self._evaluates(step)", ""): (
         "records change at evaluations alone, none stall without patience, and the last step ends a run anyway"
     ),
-    ("training/trainer.py", "first = step == self.start + 1", ""): "of which the terminal has a line",
+    ("training/trainer.py", "first, requested = step == self.start", ""): "of which the terminal has a line",
 }
 
 SWAPS = {

@@ -70,6 +70,7 @@ def log(folder, name):
         (["--grid=config.data.path=None"], "--grid: config.data.path = None: .*''"),
         (["--grid=config.seed=0,1", "--config.checkpoint.dir=/kept"], "/kept: "),
         (["--grid=config.seed=0,1", "--jobs=0"], "jobs"),
+        (["--grid=config.seed=0,1", "--together=0"], "--together=0: expected auto, or the number of runs, 1 or more"),
     ],
 )
 def test_mistake_is_one_line_before_anything_starts(tmp_path, capsys, options, message):
@@ -216,9 +217,9 @@ def workers_here():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A sweep of three runs, one of which fails: its folder, exit code and output."""
+    """A sweep of three runs together, one of which diverges: its folder, exit code and output."""
     folder, out, err = tmp_path_factory.mktemp("sweeps") / "sweep", io.StringIO(), io.StringIO()
-    options = ["--grid=config.optimizer.learning_rate=1e-3,1e20,1e-2", "--grid=config.seed=3", "--jobs=2"]
+    options = ["--grid=config.optimizer.learning_rate=1e-3,1e20,1e-2", "--grid=config.seed=3", "--together=3"]
     with workers_here(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = swept(folder, *options)
     return folder, code, out.getvalue(), err.getvalue()
