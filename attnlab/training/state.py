@@ -192,15 +192,14 @@ def of_run(state: TrainState, place: int | Array) -> TrainState:
 def together(step: Callable) -> Callable:
     """A step `(state, batch, fixed) → (state, metrics)` of several runs, all with an axis of runs in front.
 
-    Its state is (states, bool `[runs]`): a run keeps its state, and the place, from the step on whose metrics are not
-    finite; where the optimizer skips such steps, whose parameters are not.
+    Its state is (states, bool `[runs]`): a run keeps its state, and its place, from the step on that would make its
+    parameters not finite.
     """
 
     def step_all(states, batches, fixed):
         before, alive = states
         after, metrics = jax.vmap(step)(before, batches, fixed)
-        checked = ["param_norm"] if "skipped" in metrics else list(metrics)
-        alive &= jnp.isfinite(jnp.stack([metrics[name] for name in checked])).all(0)
+        alive &= jnp.isfinite(metrics["param_norm"])
 
         def advanced(new, old):
             return jnp.where(alive.reshape(-1, *[1] * (new.ndim - 1)), new, old)

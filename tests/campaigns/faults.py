@@ -172,45 +172,50 @@ def _disturbed(count, folder, draw, number) -> dict:
 
 
 def together(count: int, folder: Path, draw: random.Random) -> dict:
-    """SIGKILLs of runs that are trained together, each time as many as before or fewer, at any instant.
+    """SIGKILLs of three runs that are trained so many together, at the start and after drawn steps.
 
     Wrong: a run without all records, losses that leave those of a run that is alone at once, a damaged checkpoint.
     """
-    runs = {
-        f"seed={seed}": _arguments(folder / "alone" / f"seed={seed}", SHORT | {"seed": seed})[:-1] for seed in (1, 2, 3)
-    }
-    wrong, killed, at = [], 0, []
-    for name in runs:
+    wrong, at, env = [], [], os.environ | {"XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": str(folder / PROGRAMS)}
+    fields = {f"seed={seed}": SHORT | {"seed": seed} for seed in (1, 2, 3)}
+    for name in fields:
         (folder / "alone").mkdir(parents=True, exist_ok=True)
-        _finish(folder / "alone" / name, SHORT | {"seed": int(name[-1])})
-    env = os.environ | {"XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": str(folder / PROGRAMS)}
-    while killed < count:
-        workdir = folder / f"together-{killed}"
+        _finish(folder / "alone" / name, fields[name])
+    while len(at) < count:
+        workdir = folder / f"together-{len(at)}"
         workdir.mkdir()
-        ended = False
-        while not ended:
+        runs = {name: _arguments(workdir / name, each)[:-1] for name, each in fields.items()}
+        code = None
+        while code != 0:
             words = [draw.choice(("3", "3", "2", "1")), str(workdir), json.dumps(runs)]
             command = [sys.executable, "-m", "attnlab.sweeping.together", *words]
+            before = sum(map(_reached, map(workdir.joinpath, runs)))
+            wanted = before + draw.randrange(3 * SHORT["steps"] - before + 1)
             with (workdir / "out").open("a") as out:
                 process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
-            try:
-                ended = process.wait(draw.uniform(3, 14) if killed < count else PATIENCE) == 0
-            except subprocess.TimeoutExpired:
+            time.sleep(draw.uniform(0, 4) if draw.random() < 0.2 else 0)  # then, at the start
+            while (
+                len(at) < count
+                and process.poll() is None
+                and wanted > (now := sum(map(_reached, map(workdir.joinpath, runs))))
+            ):
+                time.sleep(0.002)
+            if len(at) < count and process.poll() is None:
                 process.kill()
-                killed, at = (
-                    killed + 1,
-                    [*at, max((r["step"] for name in runs for r in _written(workdir / name)), default=0)],
-                )
-            if process.wait() not in (0, -signal.SIGKILL):
-                wrong.append(f"ended with {process.returncode}: {(workdir / 'out').read_text()[-300:]}")
+                at.append(now)
+            code = process.wait(timeout=PATIENCE)
+            if code not in (0, -signal.SIGKILL):
+                wrong.append(f"ended with {code}: {(workdir / 'out').read_text()[-300:]}")
                 break
         wrong += [fault for name in runs for fault in _unlike(workdir / name, folder / "alone" / name)]
-    return {"kills": killed, "steps reached": str(sorted(at)), "wrong": wrong}
+    return {"kills": len(at), "steps of all": str(sorted(at)), "wrong": wrong}
 
 
-def _written(workdir: Path) -> list[dict]:
-    lines = (workdir / "metrics.jsonl").read_text().splitlines() if (workdir / "metrics.jsonl").exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+def _reached(workdir: Path) -> int:
+    """The last step that is recorded."""
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
 
 def _unlike(workdir: Path, alone: Path) -> list[str]:
