@@ -190,10 +190,12 @@ def together(count: int, folder: Path, draw: random.Random) -> dict:
             words = [draw.choice(("3", "3", "2", "1")), str(workdir), json.dumps(runs)]
             command = [sys.executable, "-m", "attnlab.sweeping.together", *words]
             before = sum(map(_reached, map(workdir.joinpath, runs)))
-            wanted = before + draw.randrange(3 * SHORT["steps"] - before + 1)
+            starting = draw.random() < 0.2
+            wanted = 0 if starting else before + draw.randrange(3 * SHORT["steps"] - before + 1)
             with (workdir / "out").open("a") as out:
                 process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
-            time.sleep(draw.uniform(0, 4) if draw.random() < 0.2 else 0)  # then, at the start
+            time.sleep(draw.uniform(0, 8) if starting else 0)
+            now = before
             while (
                 len(at) < count
                 and process.poll() is None
