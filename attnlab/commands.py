@@ -60,14 +60,7 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
     standard output has gone.
     """
     argv = list(sys.argv if argv is None else argv)
-    status.open_streams()
-    if signal.getsignal(signal.SIGINT) is status.end:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    logging.set_verbosity(logging.FATAL)  # Orbax and TFDS log a lot, and raise what they log as errors
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {one_line(message)}\n"
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a character that the terminal cannot show must not end a run
+    prepare_output()
     values = flags.FlagValues()
     try:
         try:
@@ -105,6 +98,18 @@ def explained(error: BaseException) -> str | None:
     remedies = (remedy for text, remedy in _REMEDIES.items() if text in f"{type(error).__name__}: {error}")
     remedy = next(remedies, None)
     return remedy and f"{remedy} ({one_line(error)})"
+
+
+def prepare_output() -> None:
+    """Set up the streams, signals and warnings of a process that is a command."""
+    status.open_streams()
+    if signal.getsignal(signal.SIGINT) is status.end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    logging.set_verbosity(logging.FATAL)  # Orbax and TFDS log a lot, and raise what they log as errors
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {one_line(message)}\n"
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a character that the terminal cannot show must not end a run
 
 
 def _without_name() -> str:

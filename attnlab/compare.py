@@ -95,6 +95,7 @@ def _main(values, argv: list[str]) -> int:
     variants = parse(values.variant, file)
     if len(variants) < 2:
         raise UserError('one variant: name another to compare it with, e.g. --variant "alibi: model.positions=alibi"')
+    together = training_runs.checked(values)
     if values.match_length is not None and values.match != "state":
         raise UserError("--match_length is of --match=state: leave it out")
     folder = Path(values.workdir or f"runs/{name}-comparison")
@@ -116,7 +117,6 @@ def _main(values, argv: list[str]) -> int:
     content = {"variants": {variant.name: variant.options for variant in variants}, "options": options}
     content |= {"tasks": list(tasks)} if tasks else {}
     clock = training_runs.Clock(sum(len(_tuning(part)) + len(variants) * len(protocol.seeds) for part in made))
-    together = training_runs.checked(values)
     try:
         with training_runs.claimed(folder, MARKER, content) as lock:
             runner = training_runs.Runner(values.jobs, together, lock, clock)

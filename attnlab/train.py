@@ -133,6 +133,9 @@ def train(
                 if eval_only:
                     _print_evaluation(run)
                     return 0
+                has_parts = custom.files() or any(part is not None for part in passed)
+                if has_parts and (fault := compilation.miscompilation()):
+                    run.reporter.print(fault)
                 return trainers.Trainer([run], preemption, on_step, on_phase).run()
         except (jax.errors.JaxRuntimeError, TimeoutError) as error:
             if own_process and jax.process_count() > 1 and "RESOURCE_EXHAUSTED" not in str(error):

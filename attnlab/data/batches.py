@@ -13,7 +13,7 @@ from attnlab.data.permutation import permuted
 from attnlab.support.errors import UserError
 
 PREFETCHED = 8  # batches
-BLOCK = 256  # training windows that are found and read at a time
+BLOCK = 256, 2**18  # training windows and tokens that are found and read at a time, at most
 
 
 class Batch(NamedTuple):
@@ -88,7 +88,8 @@ class TrainBatches:
         self._weights, self._batch_size = weights or [1], batch_size
         share = batch_size // process_count
         self._examples = np.arange(process_index * share, (process_index + 1) * share)
-        self._block, self._context = max(1, BLOCK // share), context
+        windows, most_tokens = BLOCK
+        self._block, self._context = max(1, min(windows, most_tokens // context) // share), context
         self._set_seed(seed)
 
     def _set_seed(self, seed: int) -> None:

@@ -22,7 +22,7 @@ from attnlab.support import hugepages
 POLL = 0.1  # seconds
 PARENT_POLL = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-TOLD = "ended: "  # begins a line in which a module tells that a part of its work has ended
+TOLD = "attnlab has ended: "  # begins a line in which a module tells that a part of its work has ended
 WARNING = re.compile(r"^jaxlib |(Runtime|User)Warning: ")  # lines of a log on wrong or doubtful numbers
 
 
@@ -78,7 +78,7 @@ def run(
     Each warning in their logs is printed once.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    waiting, running, warned, parts = dict(modules), {}, set(), {}
+    waiting, running, warned, read = dict(modules), {}, set(), {}
     try:
         while waiting or running:
             for name in list(waiting)[: jobs - len(running)]:
@@ -88,11 +88,8 @@ def run(
                 started(name)
             done = [name for name, (process, *_) in running.items() if process.poll() is not None]
             for name, (_, log, size) in running.items():
-                lines = _printed(log, size)
-                for line in [line for line in lines if line.startswith(TOLD)][parts.get(name, 0) :]:
-                    parts[name] = parts.get(name, 0) + 1
-                    part, error = json.loads(line.removeprefix(TOLD))
-                    yield Ended(name, error, part)
+                parts, read[name] = _parts(log, read.get(name, size))
+                yield from (Ended(name, error, part) for part, error in parts)
             for name in done:
                 process, log, size = running.pop(name)
                 lines = _printed(log, size)
@@ -129,6 +126,19 @@ def _stop(running: list[subprocess.Popen], number: int) -> None:
                 process.send_signal(number)  # does nothing where it has ended
             while any(process.poll() is None for process in running):
                 time.sleep(POLL)
+
+
+def _parts(log: Path, position: int) -> tuple[list[list[str]], int]:
+    """The parts and errors that a module reported after a position of its log, and the position after them."""
+    with log.open("rb") as file:
+        file.seek(position)
+        whole = file.read().rpartition(b"\n")[0]  # without a line that is being written
+    found = []
+    for line in whole.decode(errors="replace").split("\n"):
+        if line.startswith(TOLD):
+            with contextlib.suppress(ValueError):  # printed by somebody else
+                found.append(json.loads(line.removeprefix(TOLD)))
+    return found, position + len(whole) + bool(whole)
 
 
 def _printed(log: Path, size: int) -> list[str]:

@@ -81,14 +81,15 @@ class Runner(NamedTuple):
             for ended in workers.run(words, self.jobs, folder / LOGS, self.lock):
                 group = processes[ended.name]
                 left = [point for point in group if point.name in waiting]
-                if not ended.part and len(group) > 1:  # a process that died says nothing of its other runs
+                if not ended.part and len(group) > 1 and left:
+                    print(f"{ended.name}: its process ended ({ended.error}): {len(left)} runs go on alone", flush=True)
                     again |= {point.name: [point] for point in left}
                 elif ended.part or left:
                     name, error = ended.part or ended.name, ended.error
                     error = error if ended.part else error or "its process ended before it"
                     failed |= {name: error} if error else {}
                     del waiting[name]
-                    how = f"failed: {error} (see {folder / LOGS})" if error else "finished"
+                    how = f"failed: {error} (see {folder / LOGS / ended.name}.txt)" if error else "finished"
                     progress.print(f"{self.clock.count()}  {name}  {how}{self.clock.left()}")
             processes = again
         return failed

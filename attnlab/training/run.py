@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from attnlab import compilation
 from attnlab import config as configs
 from attnlab.config import RunConfig
 from attnlab.data import tokenizers
@@ -219,6 +218,7 @@ def open(
                 metadata = plan.metadata | {"corpus": text.corpus, "vocab_size": text.tokenizer.vocab_size}
                 metadata |= {"parameters": experiment.parameters}
                 metadata |= {"extensions": extensions} if extensions else {}
+                together = max(together, (workdir.previous_run or {}).get("together", 1))
                 metadata |= {"together": together} if together > 1 else {}
                 log = _open_files(config, metadata, workdir, text, checkpoints, start, offset, resources, tracker)
         opened = Run(plan, experiment, text, checkpoints, state, start, damaged, reporter, log)
@@ -308,9 +308,6 @@ def _report_start(run: Run) -> None:
         reporter.print(
             "the run began in bfloat16, and goes on in it, although this hardware has no instructions for it"
         )
-    has_parts = custom.files() or any(part is not None for part in plan.passed)
-    if has_parts and (fault := compilation.miscompilation()):
-        reporter.print(fault)
     if run.start:
         reporter.print(f"resumed from step {run.start}")
     elif plan.origin == "weights":

@@ -70,6 +70,8 @@ class Trainer:
         self.preemption, self.on_step, self.on_phase = preemption, on_step, on_phase
         self._together, self._count = len(runs) > 1, len(runs)
         self.state = states.joined([run.state for run in runs]) if self._together else first.state
+        for leaf in jax.tree.leaves([run.state for run in runs if self._together]):
+            leaf.delete()  # the copy takes its place
         self.experiment.forget_init()
         self._fixed = self.experiment.fixed(*(run.plan.config for run in runs))
         self._runs = {place: run._replace(state=None) for place, run in enumerate(runs)}  # that have not ended
@@ -80,6 +82,7 @@ class Trainer:
         self.errors: dict[int, str] = {}
         self._unread = collections.deque()  # calls that were dispatched, but not yet read
         self._timer = Timer(self.start)
+        self._within = None  # steps of a call of `CALL` seconds, once known
 
     def run(self) -> int:
         """Train to the last step; returns 0, or 128 + the number of the signal that stopped and saved the run."""
@@ -99,6 +102,8 @@ class Trainer:
                 evaluate, save, sample = self._due(step, stopping)
                 pause = evaluate or save or sample
                 self._read(wait=pause)
+                if not self._runs:
+                    break
                 if evaluate:
                     stopping = not self._evaluate(step)
                 if stopping:
@@ -115,6 +120,7 @@ class Trainer:
                     self._write_samples(step)
                 if pause:
                     self._timer.restart(step)  # exclude evaluation, saving and sampling
+                    self._within = None
             for place in list(self._runs):
                 self._finish(place, step)
         return 0
@@ -164,9 +170,9 @@ class Trainer:
         pauses = [step + each - step % each for each in every] + [config.steps, *self._history]
         first, last = config.profiled() or (0, 0)
         steps = min(each for each in [*pauses, first - 1, last] if each > step) - step
-        # Every process takes the same.
-        within = parallel_lib.from_first_process(int(CALL / self._timer.pace)) if self._timer.pace else 1
-        return max(1, min(room, steps, within))
+        if self._within is None and self._timer.pace:  # every process takes the same
+            self._within = parallel_lib.from_first_process(int(CALL / self._timer.pace))
+        return max(1, min(room, steps, self._within or 1))
 
     def _due(self, step: int, stopping: bool) -> tuple[bool, bool, bool]:
         """Whether to evaluate, save and sample after a step."""

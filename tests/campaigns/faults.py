@@ -190,21 +190,17 @@ def together(count: int, folder: Path, draw: random.Random) -> dict:
             words = [draw.choice(("3", "3", "2", "1")), str(workdir), json.dumps(runs)]
             command = [sys.executable, "-m", "attnlab.sweeping.together", *words]
             before = sum(map(_reached, map(workdir.joinpath, runs)))
-            starting = draw.random() < 0.2
-            wanted = 0 if starting else before + draw.randrange(3 * SHORT["steps"] - before + 1)
+            kills, starting = len(at) < count and before < 3 * SHORT["steps"], draw.random() < 0.2
+            wanted = draw.randrange(before, 3 * SHORT["steps"]) if kills and not starting else before
             with (workdir / "out").open("a") as out:
                 process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
-            time.sleep(draw.uniform(0, 8) if starting else 0)
-            now = before
-            while (
-                len(at) < count
-                and process.poll() is None
-                and wanted > (now := sum(map(_reached, map(workdir.joinpath, runs))))
-            ):
+            if kills and starting:
+                time.sleep(draw.uniform(0, 8))
+            while kills and process.poll() is None and sum(map(_reached, map(workdir.joinpath, runs))) < wanted:
                 time.sleep(0.002)
-            if len(at) < count and process.poll() is None:
+            if kills and process.poll() is None:
                 process.kill()
-                at.append(now)
+                at.append(sum(map(_reached, map(workdir.joinpath, runs))))
             code = process.wait(timeout=PATIENCE)
             if code not in (0, -signal.SIGKILL):
                 wrong.append(f"ended with {code}: {(workdir / 'out').read_text()[-300:]}")

@@ -50,7 +50,7 @@ def test_sample_of_a_campaign_finds_nothing_wrong(tmp_path, campaign, count, req
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "nothing to do: give --kills, --stops, --corruptions or --full_disks"),
+        ([], "nothing to do: give --kills, --stops, --together, --corruptions or --full_disks"),
         (["--kills=-1"], "--kills=-1: expected 0 or more"),
         (["--json=README.md", "--kills=1"], "--json=README.md exists: give a new file"),
     ],

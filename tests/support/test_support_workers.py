@@ -11,7 +11,6 @@ import pytest
 from attnlab.support import workers
 
 MODULE = """
-from attnlab.support.workers import tell
 import os, signal, sys, time
 from attnlab.support.workers import tell
 
@@ -21,9 +20,7 @@ print(name, "runs", flush=True)
 if name == "fails":
     sys.exit("error: no room")
 if name == "works":
-    tell("half")
-    tell("rest", "why")
-if name == "works":
+    print("attnlab has ended: half")  # of somebody else
     tell("half")
     tell("rest", "why")
 if name == "dies":
@@ -38,7 +35,7 @@ def module(tmp_path, monkeypatch):
     """The name of a module that fails, dies or waits by its argument."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "behaves.py").write_text(MODULE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/modules:{os.environ.get('PYTHONPATH', '')}")
     return "behaves"
 
 
@@ -51,7 +48,7 @@ def test_processes_end_with_their_last_line_as_error(tmp_path, module, capsys):
     assert {tuple(each) for each in ended} == whole | {("works", "", "half"), ("works", "why", "rest")}
     assert [each.part for each in ended if each.name == "works"] == ["half", "rest", ""]
     assert started == ["works", "fails", "dies"] and (logs / "works.txt").read_text().endswith(
-        '\nended: ["rest", "why"]\n'
+        '\nattnlab has ended: ["rest", "why"]\n'
     )
     assert capsys.readouterr().err == "jaxlib 0.0 sums wrongly\nmine.py:1: RuntimeWarning: overflow\n"
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -217,10 +218,53 @@ def test_runs_together_have_folders_as_each_alone_and_resume_in_any_grouping(alo
     assert_alike(tmp_path, alone, range(3))
 
 
+def test_runs_that_fail_together_go_on_by_halves(alone, tmp_path, monkeypatch):
+    """As for want of memory, at the first step and after a checkpoint that some of them have saved."""
+    run, tried = Trainer.run, []
+
+    def failing(self):
+        tried.append(len(self._runs))
+        if len(tried) == 1:
+            raise MemoryError("no room")
+        if len(tried) == 2:
+            self.on_step = runs.crash_at(7)
+            try:
+                run(self)
+            except runs.CrashError:
+                raise MemoryError("no room") from None
+        return run(self)
+
+    monkeypatch.setattr(Trainer, "run", failing)
+    code, out = quietly(together.train_all, configs_of(tmp_path, range(3)), "3")
+    assert code == 0 and tried[0] == 3 and "3 runs together failed (out of memory" in out
+    assert all(f'["seed={n}", ""]' in out for n in (1, 2)) and '["seed=0", "out of memory' in out
+    monkeypatch.undo()
+    assert quietly(together.train_all, configs_of(tmp_path, range(3)), "1")[0] == 0
+    assert_alike(tmp_path, alone, range(3))
+
+
+def test_runs_that_all_diverge_are_told_and_end_the_process(tmp_path):
+    fields = {"eval__every": 1, "optimizer__learning_rate": 1e30}
+    code, out = quietly(together.train_all, configs_of(tmp_path, range(2), **fields), "2")
+    assert code == 0 and all(f'["seed={n}", "param_norm is' in out for n in range(2))
+
+
+def test_signal_in_the_last_save_of_a_run_starts_no_other(tmp_path, monkeypatch):
+    finish = Trainer._finish
+
+    def interrupted(self, *place_and_step):
+        finish(self, *place_and_step)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "_finish", interrupted)
+    code, out = quietly(together.train_all, configs_of(tmp_path, range(2)), "1")
+    assert code == 128 + signal.SIGTERM and '["seed=0", ""]' in out and not (tmp_path / "seed=1").exists()
+
+
 def test_patience_ends_one_run_of_several(tmp_path):
     fields = {"eval__every": 1, "eval__patience": 1, "optimizer__learning_rate": 1.0, "steps": 30}
     code, out = quietly(together.train_all, configs_of(tmp_path, range(3), **fields), "3")
     last = [runs.records(tmp_path / f"seed={seed}")[-1] for seed in range(3)]
     assert code == 0 and all(each["split"] == "final" for each in last) and len({each["step"] for each in last}) > 1
-    assert "stopped early at step" in out and all(f'ended: ["seed={n}", ""]' in out for n in range(3))
+    assert "stopped early at step" in out and all(f'["seed={n}", ""]' in out for n in range(3))
     assert all(runs.kept(tmp_path / f"seed={n}")[-1] == each["step"] for n, each in enumerate(last))
