@@ -276,7 +276,7 @@ def test_killed_comparison_has_the_table_of_an_undisturbed_one(tmp_path, variant
     options = [*OPTIONS, f"--learning_rates={','.join(map(str, rates))}", "--seeds=2", *variants, "--config.steps=60"]
     run_undisturbed(options, tmp_path / "whole")
     programs = tmp_path / "programs"
-    steps = {path.name for path in programs.rglob("jit_step-*") if not path.name.endswith("-atime")}
+    steps = {path.name for path in programs.rglob("jit_steps-*") if not path.name.endswith("-atime")}
     assert len(steps) == len(variants) - 1, sorted(path.name for path in programs.iterdir())
     run_killed(options, tmp_path / "killed", delays)
     rows = comparing.read(tmp_path / "killed")
