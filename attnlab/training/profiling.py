@@ -83,7 +83,7 @@ class Timer:
 
     def stop(self, step: int) -> None:
         self.steps, self.seconds = step - self._step, self.elapsed()
-        self.pace = self.seconds / self.steps if self.steps else 0
+        self.pace = self.seconds / self.steps if self.steps else self.pace
 
     def elapsed(self) -> float:
         return time.perf_counter() - self._began

@@ -170,7 +170,8 @@ class Trainer:
         pauses = [step + each - step % each for each in every] + [config.steps, *self._history]
         first, last = config.profiled() or (0, 0)
         steps = min(each for each in [*pauses, first - 1, last] if each > step) - step
-        if self._within is None and self._timer.pace:  # every process takes the same
+        known = self._within is not None and jax.process_count() > 1  # every process takes the same
+        if self._timer.pace and not known:
             self._within = parallel_lib.from_first_process(int(CALL / self._timer.pace))
         return max(1, min(room, steps, self._within or 1))
 
