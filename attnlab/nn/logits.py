@@ -15,7 +15,7 @@ def logits(config, x, embed):
 
 
 def losses(config, x, targets, embed):
-    """The cross-entropy of targets `[B, R]` in nats, NaN for targets that are no tokens; see `ops.cross_entropy`."""
+    """Cross-entropy of targets `[B, R]` in nats, NaN for targets outside the vocabulary; see `ops.cross_entropy`."""
     batch, length, _ = x.shape
     length = -(-length // sharding.shards("length", x))
     chunk = chunk_size(-(-batch // sharding.shards("batch", x)), length, config.vocab_rows, x.dtype)
