@@ -73,8 +73,8 @@ class Experiment:
         skip = config.on_nonfinite == "skip"
         if optimizer is None:
             is_muon = config.optimizer.name == "muon"
-            shape = optimizers.schedule(config.optimizer, config.steps, extensions)
-            self.learning_rate = jax.jit(lambda peak, count: peak * shape(count))
+            rate = functools.partial(optimizers.learning_rate, config.optimizer, config.steps, extensions)
+            self.learning_rate = jax.jit(lambda peak, count: rate(peak)(count))
             self._optimizer_at = functools.partial(
                 optimizers.make,
                 config.optimizer,

@@ -27,7 +27,7 @@ def peaks(config: Optimizer) -> Peaks:
     return Peaks(config.learning_rate, config.muon_learning_rate)
 
 
-def learning_rate(config: Optimizer, steps: int, extensions: Sequence[dict] = ()) -> optax.Schedule:
+def learning_rate(config: Optimizer, steps: int, extensions: Sequence[dict] = (), peak=None) -> optax.Schedule:
     """The learning rate at each update: a linear rise to the peak, then the schedule `config.schedule`.
 
     "cosine" is half a cosine down to the final fraction of the peak (Loshchilov and Hutter 2017), "linear" a line, and
@@ -42,6 +42,7 @@ def learning_rate(config: Optimizer, steps: int, extensions: Sequence[dict] = ()
       config: `config.optimizer`.
       steps: updates in the run; any number from 1.
       extensions: earlier numbers of steps, oldest first: `{"at_step": 40, "from_steps": 40, "to_steps": 60}`.
+      peak: in place of the config's, perhaps traced.
 
     >>> rate = learning_rate(Optimizer(), 2000)
     >>> float(rate(100)).__round__(6), float(rate(2000)).__round__(6)
@@ -50,14 +51,14 @@ def learning_rate(config: Optimizer, steps: int, extensions: Sequence[dict] = ()
     >>> float(rate(1999)).__round__(6), float(rate(2000)).__round__(6)
     (0.0, 0.002601)
     """
-    return _times(config.learning_rate, schedule(config, steps, extensions))
+    return _times(config.learning_rate if peak is None else peak, _shape(config, steps, extensions))
 
 
 def _times(peak, shape: optax.Schedule) -> optax.Schedule:
     return lambda count: peak * shape(count)
 
 
-def schedule(config: Optimizer, steps: int, extensions: Sequence[dict]) -> optax.Schedule:
+def _shape(config: Optimizer, steps: int, extensions: Sequence[dict]) -> optax.Schedule:
     """The learning rate over its peak."""
     shape = _scheduled(config, steps)
     for extension in reversed(extensions):
@@ -116,7 +117,7 @@ def make(
     """
     muon = functools.partial(_muon, matrices=matrices)
     known = {"adamw": _adamw, "muon": muon, "lion": functools.partial(_adamw, form=optax.lion), "sgd": _sgd}
-    shape = schedule(config, steps, extensions)
+    shape = _shape(config, steps, extensions)
     rates = Peaks(*(_times(peak, shape) for peak in at or peaks(config)))
     update = known[config.name](config, rates, decay_rate(config, tokens_per_update))
     optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
