@@ -1,9 +1,10 @@
 """The variants of a comparison: names, the options of `attnlab train` that make them, and widths that match in size."""
 
-import importlib.util
+import re
+import runpy
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,11 @@ import jax.numpy as jnp
 from attnlab import commands
 from attnlab import config as configs
 from attnlab.config import RunConfig
-from attnlab.nn import GPT
+from attnlab.nn import GPT, custom
+from attnlab.nn.config import KINDS
+from attnlab.nn.layer import LayerConfig
 from attnlab.support.errors import UserError
+from attnlab.support.options import option_values, options
 from attnlab.sweeping import grid
 from attnlab.training import flops, precision
 
@@ -29,60 +33,85 @@ class Variant(NamedTuple):
     comparable: bool = True  # False if sizes are matched, and its size differs by more than 5 % from the first's
 
 
-def parse(texts: Sequence[str], file: str | None) -> list[Variant]:
-    """Variants from texts "NAME: FIELD=VALUE FIELD=VALUE", and from the dictionary VARIANTS of a file or experiment."""
-    variants = [_parsed(text) for text in texts]
+def made(variants: Mapping[str, Any]) -> list[Variant]:
+    """Variants of names, and what makes each: see `attnlab.comparing.compare`."""
+    found = [Variant(name, options_of(name, what)) for name, what in variants.items()]
+    if len(found) < 2:
+        raise UserError('one variant: name another to compare it with, e.g. --variant "alibi: model.positions=alibi"')
+    return found
+
+
+def parse(texts: Sequence[str], file: str | None) -> dict[str, Any]:
+    """What makes each variant, from texts "NAME: FIELD=VALUE …", and from the dictionary VARIANTS of a file."""
+    found = [_parsed(text) for text in texts]
     in_file = fields_of_file(file, "VARIANTS") if file else {}
     if file and not in_file:
         raise UserError(
             f"{file} has no dictionary VARIANTS of names, and their fields and values: write one, or name variants "
             'with --variant "NAME: FIELD=VALUE"'
         )
-    variants += [Variant(name, options_of(f"--variant={name!r}", fields)) for name, fields in in_file.items()]
-    names = [variant.name for variant in variants]
+    found += in_file.items()
+    names = [name for name, _ in found]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"--variant={twice[0]!r} is given twice: choose another name")
-    return variants
+        raise UserError(f"--variant={twice[0]!r} is there twice: choose another name")
+    return dict(found)
 
 
-def _parsed(text: str) -> Variant:
+def _parsed(text: str) -> tuple[str, str]:
     name, colon, fields = text.partition(":")
     if not colon or not name.strip():
         example = 'expected "NAME: FIELD=VALUE FIELD=VALUE", e.g. "alibi: model.positions=alibi"'
         raise UserError(f'--variant="{text}": {example}')
-    return Variant(name.strip(), options_of(f"--variant={name.strip()!r}", fields))
+    return name.strip(), fields
 
 
-def options_of(name: str, fields: str | Mapping) -> tuple[str, ...]:
-    """Fields and values as options of `attnlab train`; errors begin with `name`."""
-    try:
-        words = shlex.split(fields) if isinstance(fields, str) else [f"{key}={value}" for key, value in fields.items()]
-    except ValueError as error:
-        raise UserError(f"{name}: {error}") from error
-    options = []
-    for word in words:
-        field, equals, value = word.removeprefix("--").removeprefix("config.").partition("=")
+def options_of(name: str, what) -> tuple[str, ...]:
+    """The options of `attnlab train` that make a variant; errors begin with its name."""
+    fields = what
+    if isinstance(what, str):
+        try:
+            fields = dict(word.removeprefix("--").removeprefix("config.").split("=", 1) for word in shlex.split(what))
+        except ValueError as error:
+            why = "expected FIELD=VALUE FIELD=VALUE" if "sequence" in str(error) else error
+            raise UserError(f"variant {name!r}: {what.strip()}: {why}") from error
+    elif not isinstance(what, Mapping):
+        fields = {"model.layers": what}
+    found = []
+    for field, value in fields.items():
         if why := configs.unknown(field):
-            raise UserError(f"{name}: {why}")
-        if not equals:
-            raise UserError(f"{name}: config.{field} has no value: write FIELD=VALUE")
+            raise UserError(f"variant {name!r}: {why}")
         if field in ("seed", "optimizer.learning_rate", "eval.part"):
-            raise UserError(f"{name}: config.{field} is chosen by the comparison: leave it out")
-        options.append(f"--config.{field}={value}")
-    return tuple(options)
+            raise UserError(f"variant {name!r}: config.{field} is chosen by the comparison: leave it to it")
+        if field == "model.layers" and not isinstance(value, str):
+            found += _layers(name, value)
+        else:
+            found.append(f"--config.{field}={value}")
+    return tuple(found)
+
+
+def _layers(name: str, value) -> list[str]:
+    """The options for layers of a config, a class, a mask, a score mod, or a function of scores."""
+    if isinstance(value, LayerConfig):
+        declared = options(value)
+        own = {field: x for field, x in option_values(value).items() if x != declared[field].default}
+        return [
+            f"--config.model.layers={value.kind}",
+            *(f"--config.model.{value.kind}.{f}={x}" for f, x in own.items()),
+        ]
+    if isinstance(value, type):
+        return [f"--config.model.layers={custom.register(value)}"]
+    kind = re.sub(r"\W", "_", name)
+    kind = f"_{kind}" if kind[:1].isdigit() or (kind in KINDS and not custom.is_custom(kind)) else kind
+    return [f"--config.model.layers={custom.register(value, kind)}"]
 
 
 def fields_of_file(file: str, name: str) -> Mapping:
-    """A dictionary of names, and their fields and values, in a Python file or an experiment; {} where it has none."""
-    path = configs.find(file)
+    """A dictionary of names, and what makes each, in a Python file or an experiment; {} where it has none."""
     try:
-        spec = importlib.util.spec_from_file_location("attnlab_variants", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        found = runpy.run_path(configs.find(file)).get(name, {})
     except Exception as error:  # whatever a user's file raises
         raise UserError(f"--variants={file}: {type(error).__name__}: {commands.one_line(error)}") from error
-    found = getattr(module, name, {})
-    if not isinstance(found, Mapping) or not all(isinstance(x, str | Mapping) for x in found.values()):
+    if not isinstance(found, Mapping):
         raise UserError(f"{file}: {name} is not a dictionary of names to fields and values")
     return found
 
@@ -92,7 +121,7 @@ def config_of(options: Sequence[str], name: str = "") -> RunConfig:
     try:
         return grid.config_of(options)
     except UserError as error:
-        raise UserError(f"--variant={name!r}: {error}" if name else str(error)) from error
+        raise UserError(f"variant {name!r}: {error}" if name else str(error)) from error
 
 
 def size(config: RunConfig, vocab_size: int, of: str, length: int | None = None) -> float:

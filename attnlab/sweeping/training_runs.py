@@ -1,18 +1,18 @@
 """Training runs as processes side by side in one folder, in which the same command goes on."""
 
 import contextlib
+import functools
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from absl import flags
 
 from attnlab.support import paths, workers
 from attnlab.support.errors import UserError
-from attnlab.support.progress import Progress
 from attnlab.sweeping import together
 from attnlab.sweeping.grid import Point
 
@@ -52,51 +52,75 @@ def claimed(folder: Path, marker: str, content: dict) -> Iterator[int]:
         yield lock
 
 
-class Runner(NamedTuple):
-    """Trains runs in processes.
+class Runner:
+    """Trains runs, and counts them.
 
     Attributes:
-      jobs: processes at a time.
+      total: how many there are, in all calls.
+      jobs: processes at a time; 0: in this process, which layers of a notebook and an accelerator that it holds need.
       together: how many runs of one program are trained as one, see `together.train_all`.
       lock: a file descriptor that each process holds open.
-      clock: counts the runs.
     """
 
-    jobs: int
-    together: str
-    lock: int
-    clock: "Clock"
+    def __init__(self, total: int, jobs: int, together: str, lock: int):
+        self.jobs, self._together, self.lock = jobs, together, lock
+        self._total, self._done, self._timed, self._start = total, 0, 0, time.monotonic()
+        self._print = functools.partial(print, file=sys.stdout, flush=True)  # also while the output of runs is in logs
 
     def train(self, points: Sequence[Point], finished: set[str], folder: Path) -> dict[str, str]:
         """Train what is not finished, and print each end; the errors of the runs that failed, by name."""
-        progress, failed = Progress(), {}
+        waiting, failed = {point.name: point for point in points if point.name not in finished}, {}
         if finished:
-            self.clock.skip(len(finished))
-            progress.print(f"{len(finished)} of {len(points)} runs are finished, and are kept")
-        waiting = {point.name: point for point in points if point.name not in finished}
-        processes = {group[0].name: group for group in _groups(list(waiting.values()), self.jobs)}
+            self._done += len(finished)
+            self._print(f"{len(finished)} of {len(points)} runs are finished, and are kept")
+
+        def tell(name: str, error: str) -> None:
+            failed.update({name: error} if error else {})
+            del waiting[name]
+            self._done, self._timed = self._done + 1, self._timed + 1
+            how = f"failed: {error} (see {folder / LOGS})" if error else "finished"
+            self._print(f"{self._done}/{self._total}  {name}  {how}{self._left()}")
+
+        groups = list(_groups(list(waiting.values()), max(1, self.jobs)))
+        train = self._train_in_processes if self.jobs else self._train_here
+        train(groups, folder, waiting, tell)
+        return failed
+
+    def _train_here(self, groups, folder: Path, waiting, tell) -> None:
+        (folder / LOGS).mkdir(parents=True, exist_ok=True)
+        for group in groups:
+            with (folder / LOGS / f"{group[0].name}.txt").open("a") as log, contextlib.redirect_stdout(log):
+                configs = {folder / point.name: point.config for point in group}
+                code = together.train_all(configs, self._together, tell, own_process=False)
+            if code:
+                raise workers.Interrupted(code - 128)
+
+    def _train_in_processes(self, groups, folder: Path, waiting, tell) -> None:
+        processes = {group[0].name: group for group in groups}
         while processes:
             words = {name: self._words(group, folder) for name, group in processes.items()}
             again = {}
             for ended in workers.run(words, self.jobs, folder / LOGS, self.lock):
-                group = processes[ended.name]
-                left = [point for point in group if point.name in waiting]
-                if not ended.part and len(group) > 1 and left:
-                    print(f"{ended.name}: its process ended ({ended.error}): {len(left)} runs go on alone", flush=True)
+                left = [point for point in processes[ended.name] if point.name in waiting]
+                if ended.part:
+                    tell(ended.part, ended.error)
+                elif len(processes[ended.name]) > 1 and left:
+                    self._print(f"{ended.name}: its process ended ({ended.error}): {len(left)} runs go on alone")
                     again |= {point.name: [point] for point in left}
-                elif ended.part or left:
-                    name, error = ended.part or ended.name, ended.error
-                    error = error if ended.part else error or "its process ended before it"
-                    failed |= {name: error} if error else {}
-                    del waiting[name]
-                    how = f"failed: {error} (see {folder / LOGS / ended.name}.txt)" if error else "finished"
-                    progress.print(f"{self.clock.count()}  {name}  {how}{self.clock.left()}")
+                elif left:
+                    tell(ended.name, ended.error or "its process ended before it")
             processes = again
-        return failed
 
     def _words(self, points: Sequence[Point], folder: Path) -> list[str]:
         described = json.dumps({point.name: point.options for point in points})
-        return [together.__name__, self.together, str(folder), described]
+        return [together.__name__, self._together, str(folder), described]
+
+    def _left(self) -> str:
+        """How many runs are left, and for how long at the speed so far; "" where none is."""
+        if not (left := self._total - self._done):
+            return ""
+        seconds = (time.monotonic() - self._start) / self._timed * left
+        return f", {left} to go in " + (f"{seconds / 60:.0f} min" if seconds >= 100 else f"{seconds:.0f} s")
 
 
 def _groups(points: Sequence[Point], jobs: int) -> Iterator[list[Point]]:
@@ -106,26 +130,3 @@ def _groups(points: Sequence[Point], jobs: int) -> Iterator[list[Point]]:
         programs.setdefault(repr(point.config.changed(SAME)), []).append(point)
     for alike in programs.values():
         yield from filter(None, (alike[part::jobs] for part in range(jobs)))
-
-
-class Clock:
-    """Counts runs that end, and estimates how long the others take."""
-
-    def __init__(self, total: int):
-        self._total, self._done, self._timed, self._start = total, 0, 0, time.monotonic()
-
-    def skip(self, count: int) -> None:
-        """Count runs that took no time."""
-        self._done += count
-
-    def count(self) -> str:
-        """Count a run, as "2/3"."""
-        self._done, self._timed = self._done + 1, self._timed + 1
-        return f"{self._done}/{self._total}"
-
-    def left(self) -> str:
-        """How many runs are left, and for how long at the speed so far; "" where none is."""
-        left = self._total - self._done
-        seconds = (time.monotonic() - self._start) / self._timed * left
-        told = f"{seconds / 60:.0f} min" if seconds >= 100 else f"{seconds:.0f} s"
-        return f", {left} to go in {told}" if left else ""
