@@ -67,7 +67,7 @@ def _main(values, options: list[str]) -> int:
     finished = {point.name for point in points if train.is_finished(point.config, folder / point.name)}
     try:
         with training_runs.claimed(folder, MARKER, {"grid": values.grid, "options": options}) as lock:
-            runner = training_runs.Runner(values.jobs, together, lock, training_runs.Clock(len(points)))
+            runner = training_runs.Runner(len(points), values.jobs, together, lock)
             failed = runner.train(points, finished, folder)
     except workers.Interrupted as stopped:
         return 128 + stopped.args[0]

@@ -23,7 +23,7 @@ from attnlab.data.batches import Batch
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
 from attnlab.nn import GPT, custom
-from attnlab.support import paths, timing
+from attnlab.support import paths, provenance, timing
 from attnlab.support.errors import UserError
 from attnlab.training import flops, precision, state
 from attnlab.training import text as texts
@@ -58,7 +58,8 @@ def measured(workdirs: list[Path]) -> dict:
     """The measurements of one variant, by column of the table, on its finished runs, which differ in the seed alone."""
     runs = [loading.load(workdir) for workdir in workdirs]
     with precision.products(runs[0].config.precision):
-        return _costs(runs[0]) | _results(runs, workdirs)
+        found = _costs(runs[0]) | _results(runs, workdirs)
+    return found | {name: getattr(provenance, name)() for name in ("machine", "versions", "sources")}
 
 
 def _costs(run: loading.Run) -> dict:

@@ -1,4 +1,4 @@
-"""One offline HTML page of a comparison: tables to sort, curves with intervals, and the config of every run."""
+"""One offline HTML page of results: the answer in sentences, a table, curves, and what they are of."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,17 +6,14 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-import attnlab
 from attnlab.comparing import charts
-from attnlab.comparing.charts import Chart, Line
+from attnlab.comparing.charts import Chart
 from attnlab.support import documents, paths
-
-__all__ = ["Chart", "Line", "Run", "Section", "write"]
+from attnlab.support.errors import UserError
 
 FOLDER = Path(__file__).parent
 NAME = "comparison.html"
-COLORS = 12  # in page.css; later variants repeat them with dashes
-BLANK = ("nan", "none")
+COLORS = 12  # in page.css; later variants repeat them
 VERDICTS = {  # classes in page.css
     "better": "better",
     "worse": "worse",
@@ -30,15 +27,15 @@ VERDICTS = {  # classes in page.css
 }
 
 
-class Run(NamedTuple):
-    """A run of a variant.
+class Table(NamedTuple):
+    """A table to sort: texts, header first, whose first column has the variants; and the values of these cells."""
 
-    Attributes:
-      name: of the run, as its workdir has it.
-      variant: its name.
-      values: seed, learning rate, final loss, …, by name.
-      fields: the fields of its config that differ from the defaults.
-    """
+    cells: Sequence[Sequence[str]]
+    keys: Sequence[Sequence[float | str | None]]  # without the header; None sorts last
+
+
+class Run(NamedTuple):
+    """A run: its variant, its seed, learning rate, loss, … by name, and its config's fields that are no defaults."""
 
     name: str
     variant: str
@@ -51,56 +48,64 @@ class Section(NamedTuple):
 
     Attributes:
       title: of the section.
-      cells: the table as texts, header first; the first column has the variants.
-      sort_keys: the values of the cells without the header; None and NaN sort last.
+      sentences: the answer.
+      table: the columns that it is about.
       notes: sentences below the table.
       charts: the figures.
-      runs: all runs that the table is made of.
+      columns: all columns, folded; None for none.
+      runs: all runs that the table is made of, folded.
     """
 
     title: str
-    cells: list[list[str]]
-    sort_keys: list[list[float | str | None]]
+    sentences: Sequence[str]
+    table: Table
     notes: Sequence[str]
-    charts: Sequence[Chart]
-    runs: Sequence[Run]
+    charts: Sequence[Chart] = ()
+    columns: Table | None = None
+    runs: Sequence[Run] = ()
 
 
-def write(folder: Path, title: str, sections: Sequence[Section]) -> Path:
-    """Write `comparison.html` into the folder, whole or not at all, and return its path."""
-    looks = _looks(sections)
+def write(folder: Path, title: str, about: Mapping[str, str], sections: Sequence[Section]) -> Path:
+    """Write `comparison.html` into the folder, whole or not at all, and return its path; `about` says what it is of."""
+    path = folder / NAME
     links = "".join(f'<li><a href="#s{n}">{_name(section.title)}</a></li>' for n, section in enumerate(sections))
     parts = {
         "title": escape(title),
-        "version": attnlab.__version__,
+        "about": "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in about.items()),
         "navigation": f'<nav aria-label="Sections"><ul>{links}</ul></nav>' if len(sections) > 1 else "",
-        "sections": "\n".join(_section(n, section, looks) for n, section in enumerate(sections)),
+        "sections": "\n".join(_section(f"s{n}", section, _looks(sections)) for n, section in enumerate(sections)),
     }
-    path = folder / NAME
     paths.write_text(path, documents.valid_unicode(documents.document(FOLDER, parts)))
     return path
 
 
+def fragment(section: Section) -> str:
+    """The answer and the table of a section, for a notebook."""
+    body = "".join(f"<p>{escape(sentence)}</p>" for sentence in section.sentences)
+    heads, *rows = section.table.cells
+    table = "".join(f"<th>{escape(head)}</th>" for head in heads)
+    table += "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<h4>{escape(section.title)}</h4>{body}<table>{table}</table>"
+
+
 def _looks(sections: Sequence[Section]) -> dict[str, str]:
-    """The classes of each variant's colour and dashes, the same in all sections."""
-    names: dict[str, None] = {}
-    for section in sections:
-        names |= dict.fromkeys(row[0] for row in section.cells[1:] if row)
-        names |= dict.fromkeys(run.variant for run in section.runs)
-        names |= dict.fromkeys(line.name for chart in section.charts for line in chart.lines)
-    return {name: f"c{n % COLORS}{' dashed' if n >= COLORS else ''}" for n, name in enumerate(names)}
+    """The class of each variant's colour, the same in all sections."""
+    names = dict.fromkeys(row[0] for section in sections for row in section.table.cells[1:])
+    return {name: f"c{at % COLORS}" for at, name in enumerate(names)}
 
 
-def _section(number: int, section: Section, looks: Mapping[str, str]) -> str:
-    ids = {name: n for n, name in enumerate(looks)}
+def _section(anchor: str, section: Section, looks: Mapping[str, str]) -> str:
+    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in section.sentences)
     notes = "".join(f"<li>{escape(note)}</li>" for note in section.notes)
+    columns = section.columns and f"<details><summary>All columns</summary>{_table(section.columns, looks)}</details>"
     return "".join(
         (
-            f'<section id="s{number}" aria-labelledby="t{number}"><h2 id="t{number}">{_name(section.title)}</h2>',
-            _table(section, looks, ids),
-            f'<ul class="notes">{notes}</ul>' if notes else "",
-            _charts(section.charts, looks, ids),
+            f'<section id="{anchor}"><h2>{_name(section.title)}</h2><div class="answer">{sentences}</div>',
+            _table(section.table, looks),
+            _charts(section.charts, looks),
+            columns or "",
             _runs(section.runs, looks),
+            f'<details><summary>How to read it</summary><ul class="notes">{notes}</ul></details>' if notes else "",
             "</section>",
         )
     )
@@ -114,32 +119,23 @@ def _swatch(looks: str) -> str:
     return f'<i class="swatch {looks}"></i>'
 
 
-# Tables ---------------------------------------------------------------------------------------------------------------
-
-
-def _table(section: Section, looks: Mapping[str, str], ids: Mapping[str, int]) -> str:
-    if not section.cells:
-        return ""
-    names, *rows = section.cells
-    kinds = ["number" if _is_numeric(column) else "text" for column in zip(*section.sort_keys)] or ["text"] * len(names)
+def _table(table: Table, looks: Mapping[str, str]) -> str:
+    names, *rows = table.cells
+    kinds = ["number" if _is_numeric(column) else "text" for column in zip(*table.keys)] or ["text"] * len(names)
     heads = "".join(
         f'<th scope="col" aria-sort="none" class="{kind}"><button type="button">{escape(name)}</button></th>'
         for name, kind in zip(names, kinds, strict=True)
     )
     body = ""
-    for (variant, *cells), (_, *keys) in zip(rows, section.sort_keys, strict=True):
+    for (variant, *cells), (_, *keys) in zip(rows, table.keys, strict=True):
         label = f'<th scope="row" data-t="{escape(variant)}"><div>{_swatch(looks[variant])}{_name(variant)}</div></th>'
-        others = "".join(_cell(*cell) for cell in zip(cells, keys, strict=True))
-        body += f'<tr data-line="{ids[variant]}">{label}{others}</tr>'
-    caption = f'<caption class="hidden">{_name(section.title)}: a name of a column sorts by it</caption>'
-    return _scrolling(
-        f'<table class="sortable">{caption}<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>', section.title
-    )
+        body += f"<tr>{label}{''.join(_cell(*cell) for cell in zip(cells, keys, strict=True))}</tr>"
+    return _scrolling(f'<table class="sortable"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>')
 
 
-def _scrolling(table: str, label: str) -> str:
+def _scrolling(table: str) -> str:
     """A container that scrolls sideways, also by the keyboard."""
-    return f'<div class="scroll" role="region" tabindex="0" aria-label="Table: {escape(label)}">{table}</div>'
+    return f'<div class="scroll" role="region" tabindex="0" aria-label="Table">{table}</div>'
 
 
 def _is_numeric(keys: Iterable) -> bool:
@@ -153,43 +149,22 @@ def _is_missing(value) -> bool:
 
 def _cell(text: str, key) -> str:
     if _is_missing(key):
-        return f"<td>{'' if text.strip().lower() in BLANK else escape(text)}</td>"
-    sort = f'data-t="{escape(key)}"' if isinstance(key, str) else f'data-n="{_exact(key)}"'
+        return "<td></td>"
+    sort = f'data-t="{escape(key)}"' if isinstance(key, str) else f'data-n="{key:.12g}"'.replace("inf", "Infinity")
     if text in VERDICTS:
         return f'<td {sort}><span class="verdict {VERDICTS[text]}">{text}</span></td>'
     value, sign, half = escape(text).partition(" ± ")
-    interval = f' <span class="interval">± {half}</span>' if sign else ""
-    return f"<td {sort}>{value}{interval}</td>"
+    return f"<td {sort}>{value}" + (f' <span class="interval">± {half}</span>' if sign else "") + "</td>"
 
 
-def _exact(value) -> str:
-    """The number as JavaScript reads it."""
-    return "Infinity" if value == math.inf else "-Infinity" if value == -math.inf else f"{value:.12g}"
-
-
-# Charts ---------------------------------------------------------------------------------------------------------------
-
-
-def _charts(drawn: Sequence[Chart], looks: Mapping[str, str], ids: Mapping[str, int]) -> str:
-    """The charts of a section below one legend, whose buttons emphasize lines."""
-    if not drawn:
-        return ""
-    names = dict.fromkeys(line.name for chart in drawn for line in chart.lines)
-    legend = "".join(
-        f'<button type="button" aria-pressed="false" data-line="{ids[name]}">{_swatch(looks[name])}{_name(name)}'
-        "</button>"
-        for name in names
-    )
-    groups = {name: f'class="{looks[name]}" data-line="{ids[name]}"' for name in names}
-    figures = "".join(
-        f'<figure><figcaption>{_name(chart.title)}</figcaption><p class="label">{escape(chart.y_label)}</p>'
-        f'{charts.svg(chart, groups)}<p class="label below">{escape(chart.x_label)}</p></figure>'
-        for chart in drawn
-    )
-    return (
-        f'<div class="legend" role="group" aria-label="Legend: a name emphasizes its line">{legend}</div>'
-        f'<div class="charts">{figures}</div>'
-    )
+def _charts(drawn: Sequence[Chart], looks: Mapping[str, str]) -> str:
+    try:
+        figures = [
+            f"<figure><figcaption>{_name(c.title)}</figcaption>{charts.svg(c, list(looks))}</figure>" for c in drawn
+        ]
+    except UserError as error:  # without matplotlib
+        return f'<p class="notes">{escape(str(error))}</p>'
+    return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
@@ -202,56 +177,32 @@ def _runs(runs: Sequence[Run], looks: Mapping[str, str]) -> str:
         by_variant.setdefault(run.variant, []).append(run)
     common = {variant: _common([run.fields for run in found]) for variant, found in by_variant.items()}
     everywhere = _common(list(common.values())) if len(common) > 1 else {}
-    texts = []
+    texts = ""
     for variant, found in by_variant.items():
         own = {name: value for name, value in common[variant].items() if name not in everywhere}
-        count = f"{len(found)} run{'s' * (len(found) != 1)}"
-        texts.append(
-            f'<details><summary>{_swatch(looks[variant])}{_name(variant)} <span class="count">{count}</span></summary>'
-            f"{_run_table(variant, found, common[variant])}"
-            f"{_fields('Config: different in other variants', own)}"
+        texts += (
+            f"<details><summary>{_swatch(looks[variant])}{_name(variant)}: {len(found)} runs and their config</summary>"
+            f"{_run_table(found)}{_fields('Config: different in other variants', own)}"
             f"{_fields('Config: the same in all variants', everywhere)}</details>"
         )
-    return f'<div class="runs"><h3>Runs and their configs</h3>{"".join(texts)}</div>' if texts else ""
+    return texts
 
 
 def _common(found: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """The fields that all of these have, with one value."""
-    first, *others = found
-    return {
-        name: value for name, value in first.items() if all(name in other and other[name] == value for other in others)
-    }
+    return {k: v for k, v in found[0].items() if all(k in other and other[k] == v for other in found[1:])}
 
 
-def _run_table(variant: str, runs: Sequence[Run], common: Mapping[str, object]) -> str:
-    """The values of each run, and the fields in which the runs differ and which are not among the values."""
-    values = dict.fromkeys(name for run in runs for name in run.values)
-    fields = dict.fromkeys(
-        name for run in runs for name in run.fields if name not in common and name.rpartition(".")[2] not in values
-    )
-    columns = [_numbers([run.values.get(name) for run in runs]) for name in values]
-    heads = "".join(f'<th scope="col">{escape(name.replace("_", " "))}</th>' for name in values)
-    heads += "".join(f'<th scope="col">{escape(name)}</th>' for name in fields)
+def _run_table(runs: Sequence[Run]) -> str:
+    names = dict.fromkeys(name for run in runs for name in run.values)
+    heads = "".join(f'<th scope="col">{escape(name.replace("_", " "))}</th>' for name in ("run", *names))
     body = ""
-    for n, run in enumerate(runs):
-        cells = "".join(f"<td>{column[n]}</td>" for column in columns)
-        cells += "".join(f"<td>{escape(str(run.fields[f])) if f in run.fields else 'default'}</td>" for f in fields)
+    for run in runs:
+        cells = "".join(f"<td>{'' if name not in run.values else f'{run.values[name]:.5g}'}</td>" for name in names)
         body += f'<tr><th scope="row">{_name(run.name)}</th>{cells}</tr>'
-    head = f'<thead><tr><th scope="col">run</th>{heads}</tr></thead>'
-    return _scrolling(f"<table>{head}<tbody>{body}</tbody></table>", f"runs of {variant}")
-
-
-def _numbers(values: Sequence) -> list[str]:
-    """Numbers of five digits and equally many decimals; blank for None and NaN."""
-    texts = ["" if _is_missing(value) else f"{value:.5g}" for value in values]
-    if any("e" in text or "inf" in text for text in texts):
-        return texts
-    decimals = max((len(text.partition(".")[2]) for text in texts), default=0)
-    return [f"{value:.{decimals}f}" if text else "" for value, text in zip(values, texts)]
+    return _scrolling(f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>")
 
 
 def _fields(title: str, fields: Mapping[str, object]) -> str:
-    if not fields:
-        return ""
     entries = "".join(f"<div><dt>{escape(f)}</dt><dd>{escape(str(value))}</dd></div>" for f, value in fields.items())
-    return f"<h4>{title}</h4><dl>{entries}</dl>"
+    return f"<h4>{title}</h4><dl>{entries}</dl>" if fields else ""

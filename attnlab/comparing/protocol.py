@@ -13,6 +13,7 @@ from attnlab.comparing.variants import Variant, config_of
 from attnlab.config import RunConfig
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
+from attnlab.nn import custom
 from attnlab.sweeping import grid
 from attnlab.sweeping.grid import Point
 from attnlab.training import metrics
@@ -50,8 +51,15 @@ class Protocol(NamedTuple):
             rate_of_matrices = before.muon_learning_rate * rate / before.learning_rate
             options.append(f"--config.optimizer.muon_learning_rate={rate_of_matrices!r}")
             config = config_of(options, variant.name)
-        name = grid.name_of({"variant": variant.name, "learning_rate": rate, "seed": seed})
+        values = {"variant": variant.name, "learning_rate": rate, "seed": seed}
+        code = version(config, variant)
+        name = grid.name_of(values | ({"code": code} if code else {}))  # beside the runs of a file before it was edited
         return Point(name, {"seed": seed, "learning_rate": rate}, options, config)
+
+
+def version(config: RunConfig, variant: Variant) -> str:
+    """Hex digits of the code of a variant's own layers, masks and score mods; "" where all are attnlab's."""
+    return custom.version(config.model.used) + variant.code
 
 
 def has_ended(point: Point, folder: Path) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from attnlab import config as configs
 from attnlab.comparing import page, table
 from attnlab.comparing.protocol import Protocol, resolution, result
-from attnlab.comparing.variants import Variant, fields_of_file
+from attnlab.comparing.variants import fields_of_file
 from attnlab.config import RunConfig
 from attnlab.study.report import mean_and_margin
 from attnlab.support import paths
@@ -48,9 +48,9 @@ class Published(NamedTuple):
     protocol: Mapping[str, Any] = {}
 
 
-def published(file: str, variants: Sequence[Variant]) -> dict[str, Published]:
+def published(file: str, names: Sequence[str]) -> dict[str, Published]:
     """The dictionary PUBLISHED of a Python file or an experiment, by part; {} where it has none."""
-    found, names = {}, [variant.name for variant in variants]
+    found = {}
     for part, fields in fields_of_file(file, "PUBLISHED").items():
         where = f"{file}: PUBLISHED[{part!r}]"
         try:
@@ -157,28 +157,21 @@ def _cell(name: str, row: Mapping) -> str:
     return f"{value:{sign}.3f}" + ("" if half is None else f" ± {half:.3f}")
 
 
-def notes(found: Published, protocol: Protocol, config: RunConfig) -> list[str]:
-    """Sentences below the table, on a config of the first variant."""
+def section(part, rows: Sequence[Mapping], config: RunConfig) -> page.Section:
+    """The section of a part's page, on a config of the first variant; writes `replication.csv` and `replication.md`."""
+    found, protocol = part.published, part.protocol
     ours = config.fields | {"seeds": len(protocol.seeds), "learning_rates": len(protocol.rates)}
     otherwise = [f"{name} {ours[name]}, not {value}" for name, value in found.protocol.items() if ours[name] != value]
-    return [
+    notes = [
         f"Published: {found.source}.",
         f"Otherwise here: {'; '.join([*otherwise, found.differs])}",
         f"Outcomes are of our differences' 95 % intervals; published ones up to {found.margin:g} count as none.",
         "Not trained far enough: the first variant is not at its published result, or the best one still at chance.",
     ]
-
-
-def write(rows: Sequence[Mapping], notes: Sequence[str], folder: Path) -> None:
-    """Write `replication.csv`, and `replication.md` with notes below the table."""
-    paths.write_csv(folder / TABLE, rows)
-    paths.write_text(folder / TEXT, table.markdown(cells(rows), notes))
-
-
-def section(title: str, rows: Sequence[Mapping], notes: Sequence[str]) -> page.Section:
-    """The section of a comparison's page."""
-    sort_keys = [[row[key] for key in COLUMNS] for row in rows]
-    return page.Section(f"{title}: published and ours", cells(rows), sort_keys, notes, [], [])
+    paths.write_csv(part.folder / TABLE, rows)
+    paths.write_text(part.folder / TEXT, table.markdown(cells(rows), after=notes))
+    shown = page.Table(cells(rows), [[row[key] for key in COLUMNS] for row in rows])
+    return page.Section(f"{part.name}: published and ours", [], shown, notes)
 
 
 def _known(values) -> np.ndarray:

@@ -1,82 +1,155 @@
-"""The sections of a comparison's page: a part's table, curves, and the configs of its runs."""
+"""What a comparison says of its results: the section of its page, with notes, curves and the configs of its runs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from attnlab import config as configs
-from attnlab.comparing import page, table
+from attnlab.comparing import page, statistics, table
 from attnlab.comparing import protocol as protocols
-from attnlab.comparing.parts import Part
+from attnlab.comparing.charts import Chart
+from attnlab.comparing.protocol import Protocol
+from attnlab.comparing.replication import Published
+from attnlab.comparing.variants import Variant, config_of
+from attnlab.config import RunConfig
 from attnlab.study.report import mean_and_margin
 from attnlab.sweeping.grid import Point
 from attnlab.training import metrics
 
 AXES = {"loss": "loss (nats per token)", "accuracy": "accuracy"}
+MEASURES = {"loss": "Losses in nats per token", "accuracy": "Accuracies: shares of right answers"}
+COLUMNS = ("tokens", "seconds", "FLOPs")  # of training, over which losses are drawn
+
+
+class Part(NamedTuple):
+    """A part of a comparison: a text or a task, with a table of its own.
+
+    Attributes:
+      name: of the task; "" for the config's text alone.
+      folder: of its runs, and its table.
+      protocol: its options, learning rates and seeds.
+      variants: with widths that match, if sizes are matched.
+      match: the size that is matched.
+      published: the results of others, if there are some of this part.
+    """
+
+    name: str
+    folder: Path
+    protocol: Protocol
+    variants: list[Variant]
+    match: str
+    published: Published | None
+
+    def config_of(self, variant: Variant) -> RunConfig:
+        """A variant's config, with the config's seed and learning rate."""
+        return config_of([*self.protocol.options, *variant.options], variant.name)
 
 
 def section(
-    part: Part, rows: Sequence[Mapping], notes: Sequence[str], final: Mapping[str, list[Point]], measured: Mapping
+    part: Part, rows: Sequence[Mapping], final: Mapping[str, list[Point]], measured: Mapping, others: Sequence[str]
 ) -> page.Section:
-    """The section of a part, on its rows, the final runs of each variant, and their measurements."""
-    measure, workdirs = part.protocol.measure, {}
-    for name, points in final.items():
-        workdirs[name] = [part.folder / point.name for point in points]
-    charts = [_learning(workdirs), _against_state(rows, measure), *_against_length(measured)]
-    shown = table.shown(rows)
+    """The section of a part, on its rows, the final runs of each variant, their measurements, and more notes."""
+    measure = part.protocol.measure
+    timed = not others  # else seconds are not comparable
+    first, every = table.first_columns(rows, measure, part.match), table.all_columns(rows)
+    runs = [_run(point, name, part.folder) for name, points in final.items() for point in points]
+    curves = {name: [protocols.curve(part.folder / point.name) for point in of] for name, of in final.items()}
+    flops = {row["variant"]: row["flops_per_token_train"] for row in rows}
+    charts = [*_learning(curves, flops, timed), *_against_state(rows, measure), *_against_length(measured)]
     return page.Section(
         part.name or "text",
-        table.cells(rows),
-        [[row[name] for name in shown] for row in rows],
-        notes,
-        [chart for chart in charts if any(len(line.x) for line in chart.lines)],
-        [_run(point, name, part.folder) for name, points in final.items() for point in points],
+        table.sentences(rows, measure, timed),
+        _table(rows, first),
+        _notes(part, rows) + list(others),
+        charts,
+        _table(rows, every),
+        runs,
     )
 
 
-def _run(point: Point, variant: str, folder: Path) -> page.Run:
-    values = dict(point.values)
-    for name in ("loss", "accuracy"):
-        records = [
-            r for r in metrics.read(folder / point.name / "metrics.jsonl") if r["split"] == "final" and name in r
-        ]
-        values |= {name: records[-1][name]} if records else {}
-    declared, fields = configs.declared(), point.config.fields
-    return page.Run(point.name, variant, values, {k: v for k, v in fields.items() if v != declared[k].default})
+def _table(rows: Sequence[Mapping], names: Sequence[str]) -> page.Table:
+    return page.Table(table.cells(rows, names), [[row[name] for name in names] for row in rows])
 
 
-def _learning(workdirs: Mapping[str, Sequence[Path]]) -> page.Chart:
-    """Mean validation loss over tokens, with the range of the seeds."""
-    lines = []
-    for name, of_variant in workdirs.items():
-        found = [curve for workdir in of_variant if len(curve := protocols.curve(workdir))]
-        shared = min(map(len, found), default=0)  # a run that diverged has fewer
-        losses = np.array([curve[:shared, 2] for curve in found]).reshape(len(found), shared)
-        if shared:
-            tokens = found[0][:shared, 0].tolist()
-            lines.append(page.Line(name, tokens, *(each(0).tolist() for each in (losses.mean, losses.min, losses.max))))
-    return page.Chart("Learning: mean and range of the seeds", "tokens of training", AXES["loss"], lines)
-
-
-def _against_state(rows: Sequence[Mapping], measure: str) -> page.Chart:
-    lines = []
+def _notes(part: Part, rows: Sequence[Mapping]) -> list[str]:
+    protocol = part.protocol
+    rates, tuning = ", ".join(f"{rate:g}" for rate in protocol.rates), len(protocol.tuning_seeds)
+    on = "text" if protocol.measure == "loss" else "sequences"
+    chosen = f"s {rates}, chosen with {tuning} other seed{'s' if tuning > 1 else ''} on other {on}"
+    notes = [
+        f"{MEASURES[protocol.measure]}, means of {len(protocol.seeds)} seeds ± 95 % intervals; differences are paired "
+        f"by seed, with simultaneous intervals for {len(rows) - 1} variant{'s' if len(rows) > 2 else ''}; a verdict is "
+        f"an interval without 0. "
+        f"Learning rate{chosen if len(protocol.rates) > 1 else f' {rates}, the same for all'}."
+    ]
+    if any(row["verdict"] == statistics.OPEN for row in rows):
+        notes.append(
+            "Not told apart: 'detectable' is the smallest difference that these seeds show with probability 80 %; "
+            "'seeds needed' would show the difference found, by the spread of these seeds and the ends of its interval."
+        )
+    if any(row["learning_rate_at_edge"] for row in rows):
+        notes.append("(edge): the best learning rate is the smallest or largest one: widen the learning rates.")
+    if protocol.measure == "accuracy" and rows[0].get("accuracy_2x") is not None:
+        notes.append("Accuracies at 2× and more are of the answers in the second half of sequences of that length.")
+    if any(row["conforms"] is not None for row in rows):
+        notes.append("Conforms: the largest error of a variant's operators, in units of its bound.")
     for row in rows:
-        value, half = row[measure], row[f"{measure}_interval"]
-        if value is not None and row["decode_state_bytes_1x"]:
-            around = ([value - half], [value + half]) if half is not None else (None, None)
-            lines.append(page.Line(row["variant"], [row["decode_state_bytes_1x"]], [value], *around))
+        name = row["variant"]
+        notes += [f"{name}: its operators do not conform."] * (row["conforms"] is False)
+        notes += [f"{name}: no width makes its size equal to the first variant's within 5 %."] * (not row["comparable"])
+        notes += [f"{name}: {row['diverged']} runs diverged, and have the loss of chance."] * (row["diverged"] > 0)
+        notes += [f"{name}: {row['failed']} runs failed, and are left out."] * (row["failed"] > 0)
+    return notes
+
+
+def _run(point: Point, variant: str, folder: Path) -> page.Run:
+    records = [r for r in metrics.read(folder / point.name / "metrics.jsonl") if r["split"] == "final"]
+    values = {name: records[-1][name] for name in ("loss", "accuracy") if records and name in records[-1]}
+    declared, fields = configs.declared(), point.config.fields
+    changed = {k: v for k, v in fields.items() if v != declared[k].default and k.rpartition(".")[2] not in point.values}
+    return page.Run(point.name, variant, point.values | values, changed)
+
+
+def _learning(curves: Mapping, flops: Mapping[str, float | None], timed: bool) -> list[Chart]:
+    """Mean validation losses with the range of the seeds: over tokens, seconds, and FLOPs where these differ."""
+    series, spread = [{} for _ in COLUMNS], [{} for _ in COLUMNS]
+    for name, of_variant in curves.items():
+        found = [curve for curve in of_variant if len(curve)]
+        shared = min(map(len, found), default=0)  # a run that diverged has fewer
+        if shared:
+            losses = np.array([curve[:shared, 2] for curve in found])
+            tokens, seconds = (np.mean([curve[:shared, at] for curve in found], axis=0) for at in (0, 1))
+            for at, x in enumerate((tokens, seconds, tokens * (flops[name] or np.nan))):
+                series[at][name], spread[at][name] = (x, losses.mean(0)), (losses.min(0), losses.max(0))
+    wanted = [True, timed, len(set(flops.values())) > 1 and None not in flops.values()]
+    return [
+        Chart(f"Loss over {what}: mean and range of the seeds", f"{what} of training", AXES["loss"], lines, around)
+        for what, lines, around, is_wanted in zip(COLUMNS, series, spread, wanted)
+        if is_wanted and any(len(x) > 1 for x, _ in lines.values())
+    ]
+
+
+def _against_state(rows: Sequence[Mapping], measure: str) -> list[Chart]:
+    """The measure against the bytes that decoding keeps; nothing where they are equal."""
+    known = [row for row in rows if row[measure] is not None and row["decode_state_bytes_1x"]]
+    if len({row["decode_state_bytes_1x"] for row in known}) < 2:
+        return []
+    series = {row["variant"]: ([row["decode_state_bytes_1x"]], [row[measure]]) for row in known}
+    halves = {row["variant"]: (row[measure], row[f"{measure}_interval"] or 0) for row in known}
+    spread = {name: ([value - half], [value + half]) for name, (value, half) in halves.items()}
     title = f"{measure.capitalize()} against the state that decoding keeps of a full context"
-    return page.Chart(title, "bytes", AXES[measure], lines, log_x=True)
+    return [Chart(title, "bytes", AXES[measure], series, spread, log="x")]
 
 
-def _against_length(measured: Mapping[str, Mapping]) -> list[page.Chart]:
-    lines = []
+def _against_length(measured: Mapping[str, Mapping]) -> list[Chart]:
+    series, spread = {}, {}
     for name, found in measured.items():
         by_length = found.get("accuracies_by_length", {})
-        means = [mean_and_margin(values) for values in by_length.values()]
-        if means:
-            around = [[mean + sign * (0 if np.isnan(half) else half) for mean, half in means] for sign in (-1, 1)]
-            lines.append(page.Line(name, list(map(int, by_length)), [mean for mean, _ in means], *around))
+        means = np.array([mean_and_margin(values) for values in by_length.values()]).reshape(-1, 2).T
+        if by_length:
+            half = np.nan_to_num(means[1])
+            series[name], spread[name] = (list(map(int, by_length)), means[0]), (means[0] - half, means[0] + half)
     title = "Accuracy against length: answers in the second half of longer sequences"
-    return [page.Chart(title, "tokens", AXES["accuracy"], lines, log_x=True)] if lines else []
+    return [Chart(title, "tokens", AXES["accuracy"], series, spread, log="x")] if series else []

@@ -1,4 +1,4 @@
-"""The table of a comparison: a row a variant, as records, CSV, Markdown and text."""
+"""The table of a comparison: a row a variant, as records, sentences, texts of columns, CSV and Markdown."""
 
 import csv
 import math
@@ -20,15 +20,17 @@ from attnlab.support.errors import UserError
 TABLE, TEXT = "table.csv", "table.md"
 FACTS = ("parameters", "flops_per_token_train", "flops_per_token_decode", "peak_memory_bytes")
 SPEEDS = ("prefill_tokens_per_second", "decode_tokens_per_second", "decode_state_bytes")
-LENGTHS = {"loss": (1, 2, 4), "accuracy": (1, 2, 4, 8)}  # over the training's, at which a measure is told
-# The shown columns of a table, with short names; a column without any value is left out.
-SHOWN = {
+LENGTHS = {"loss": (1, 2, 4), "accuracy": (1, 2, 4, 8)}  # over the training's, at which a measure is recorded
+# The names of columns in a table; one without news is left out.
+NAMES = {
     "variant": "variant",
     "accuracy": "accuracy",
     "difference_accuracy": "difference",
     "loss": "loss",
     "difference_loss": "difference",
+    "difference_p": "p",
     "verdict": "verdict",
+    "version": "version",
     "difference_detectable": "detectable",
     "difference_seeds_needed": "seeds needed",
     "diverged": "diverged",
@@ -51,7 +53,15 @@ SHOWN = {
     "conforms": "conforms",
     "comparable": "comparable",
 }
+# The cost that a comparison's question is about, by --match: the last of the six columns that come first.
+COSTS = {
+    "none": "train_tokens_per_second",
+    "parameters": "parameters",
+    "flops": "flops_per_token_train",
+    "state": "decode_state_bytes_1x",
+}
 INTERVALS = ("loss", "accuracy", "difference_loss", "difference_accuracy", "loss_at_equal_time")
+WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 
 
 def rows(
@@ -64,35 +74,36 @@ def rows(
     """The records of a comparison with the first variant, one a variant, in their order."""
     points = [protocol.final(variant, rates[variant.name][0]) for variant in variants]
     workdirs = [[folder / point.name for point in of_variant] for of_variant in points]
-    results = {name: _results(name, workdirs) for name in dict.fromkeys((protocol.measure, "loss"))}
+    results = {
+        measure: np.array([[protocols.result(workdir, measure) for workdir in of_variant] for of_variant in workdirs])
+        for measure in dict.fromkeys((protocol.measure, "loss"))
+    }
     curves = [[protocols.curve(workdir) for workdir in of_variant] for of_variant in workdirs]
-    ends = [curve[-1, 1] for curve in curves[0] if len(curve)]
-    seconds = min(ends, default=math.nan)
+    seconds = min((curve[-1, 1] for of_variant in curves for curve in of_variant if len(curve)), default=math.nan)
+    at_time = np.array([[protocols.loss_at(curve, seconds) for curve in of_variant] for of_variant in curves])
     sign = -1 if protocol.measure == "accuracy" else 1  # the lower result is the better one
     resolution = protocols.resolution(points[0][0].config, protocol.measure)
     compared = [None, *statistics.differences(sign * results[protocol.measure], resolution)]
+    in_time = [None, *statistics.differences(at_time)]
     return [
         {
             "variant": variant.name,
             **{key: value for name, of in results.items() for key, value in _mean(name, of[n]).items()},
             "seeds": int((~np.isnan(results["loss"][n])).sum()),
             **_difference(compared[n], protocol.measure, sign),
+            "version": protocols.version(points[n][0].config, variant) or None,
             "diverged": sum(map(protocols.diverged, workdirs[n])),
             "failed": int(np.isnan(results["loss"][n]).sum()),
             "learning_rate": rates[variant.name][0],
             "learning_rate_at_edge": rates[variant.name][1],
             "comparable": variant.comparable,
-            **_conforms(measured.get(variant.name, {}).get("certificate")),
-            **_at_equal_time(curves[n], seconds),
+            **_mean("loss_at_equal_time", at_time[n]),
+            "verdict_at_equal_time": in_time[n] and in_time[n].verdict,
             **_measured(measured.get(variant.name, {}), protocol.measure),
-            "train_tokens_per_second": _median([protocols.speed(workdir) for workdir in workdirs[n]]),
+            "train_tokens_per_second": _number(np.nanmedian([math.nan, *map(protocols.speed, workdirs[n])])),
         }
         for n, variant in enumerate(variants)
     ]
-
-
-def _results(measure: str, workdirs) -> np.ndarray:
-    return np.array([[protocols.result(workdir, measure) for workdir in of_variant] for of_variant in workdirs])
 
 
 def _mean(name: str, results: np.ndarray) -> dict:
@@ -110,45 +121,113 @@ def _difference(found: statistics.Difference | None, measure: str, sign: int) ->
     return dict(zip(names, (*values, *(found.seeds_needed or (None, None, None)))))
 
 
-def _at_equal_time(curves: Sequence[np.ndarray], seconds: float) -> dict:
-    losses = [protocols.loss_at(curve, seconds) for curve in curves]
-    # Without the seeds that ended sooner it would be the mean of the slowest alone.
-    mean, half = mean_and_margin([] if any(map(math.isnan, losses)) else losses)
-    return {"loss_at_equal_time": _number(mean), "loss_at_equal_time_interval": _number(half)}
-
-
-def _conforms(certificate: Mapping | None) -> dict:
-    """Whether a variant's operators conform, and their largest error; None without a specification."""
-    certificate = certificate or {}
-    return {"conforms": certificate.get("conforms"), "conforms_worst": certificate.get("worst")}
-
-
 def _measured(found: Mapping, measure: str) -> dict:
+    """Of the measurements of a variant, what a table has: costs, lengths, and whether its operators conform."""
     lengths = [f"{measure}_{times}x" for times in LENGTHS[measure]]
     speeds = [f"{name}_{times}x" for name in SPEEDS for times in (1, 8)]
-    return {name: found.get(name) for name in (*FACTS, *lengths, *speeds)}
-
-
-def _median(values: Sequence[float]) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
-    return float(np.median(known)) if known else None
+    certificate = found.get("certificate") or {}
+    conforms = {"conforms": certificate.get("conforms"), "conforms_worst": certificate.get("worst")}
+    return conforms | {name: found.get(name) for name in (*FACTS, *lengths, *speeds)}
 
 
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else float(value)
 
 
-def write(found: Sequence[Mapping], folder: Path, notes: Sequence[str]) -> None:
-    """Write `table.csv`, and `table.md` with notes below the table."""
+# In words ------------------------------------------------------------------------------------------------------------
+
+
+def sentences(found: Sequence[Mapping], measure: str, timed: bool = True) -> list[str]:
+    """The answer, a sentence for each variant but the first; `timed`: also after as many seconds of training."""
+    return [_sentence(row, found[0]["variant"], measure, timed) for row in found[1:]]
+
+
+def _sentence(row: Mapping, first: str, measure: str, timed: bool) -> str:
+    name, difference, verdict = row["variant"], row[f"difference_{measure}"], row["verdict"]
+    if verdict == "failed":
+        return f"{name} has no run to compare with {first}."
+    count = f"{WORDS[row['seeds']] if row['seeds'] < len(WORDS) else row['seeds']} seeds"
+    half, p = row[f"difference_{measure}_interval"], row["difference_p"]
+    if verdict == statistics.OPEN:
+        needed = row["difference_seeds_needed"] and _cell("difference_seeds_needed", row)
+        seeds = f"; {needed} seeds would decide it" if needed else ""
+        of = f"{difference:+.3f}" + (f" ± {half:.3f}" if half is not None else "") + _unit(measure)
+        text = f"{name} and {first} are not told apart after as many tokens: {of} (p = {p:.2g}, {count}{seeds})"
+    else:
+        by = f"{abs(difference):.3f} ± {half:.3f}{_unit(measure)}"
+        evidence = "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
+        text = f"{name} is {verdict} than {first} by {by} after as many tokens ({evidence}, {count})"
+    later = row["verdict_at_equal_time"] if timed else None
+    if later in ("better", "worse", statistics.OPEN):
+        text += f", {'also' if later == verdict else f'but {later}'} after as many seconds"
+    return text + "."
+
+
+def _unit(measure: str) -> str:
+    return " nats" if measure == "loss" else ""
+
+
+# As texts ------------------------------------------------------------------------------------------------------------
+
+
+def first_columns(found: Sequence[Mapping], measure: str, match: str = "none") -> list[str]:
+    """The six columns that answer the question: variant, result, difference, p, verdict, and the cost it is about."""
+    names = ["variant", measure, f"difference_{measure}", "difference_p", "verdict", COSTS[match]]
+    return names + ["version"] * any(row["version"] for row in found)
+
+
+def all_columns(found: Sequence[Mapping]) -> list[str]:
+    """The columns of `NAMES` that a table has and that have news."""
+    return [name for name in NAMES if name in found[0] and _has_news(name, [row[name] for row in found])]
+
+
+def cells(found: Sequence[Mapping], names: Sequence[str]) -> list[list[str]]:
+    """Columns as texts, their names first; losses and accuracies with their intervals."""
+    return [[NAMES[name] for name in names], *([_cell(name, row) for name in names] for row in found)]
+
+
+def _has_news(name: str, values: Sequence) -> bool:
+    if name in ("diverged", "failed"):
+        return any(values)
+    return not all(values) if name == "comparable" else any(value is not None for value in values)
+
+
+def _cell(name: str, row: Mapping) -> str:
+    value = row[name]
+    if value is None:
+        return ""
+    if name in INTERVALS:
+        half = row[f"{name}_interval"]
+        sign = "+" if name.startswith("difference") else ""
+        return f"{value:{sign}.4f}" + (f" ± {half:.4f}" if half is not None else "")
+    if name == "learning_rate":
+        return f"{value:.3g}" + (" (edge)" if row["learning_rate_at_edge"] else "")
+    if name == "difference_p":
+        return "< 0.001" if value < 0.001 else f"{value:.2g}"
+    if name == "difference_detectable" or name.startswith(("loss_", "accuracy_")):
+        return f"{value:.4f}"
+    if name == "difference_seeds_needed":
+        ends = [row[name], row[f"{name}_low"], row[f"{name}_high"]]
+        needed, low, high = (f"{end}" if end < statistics.MOST_SEEDS else f"≥ {end:,}" for end in ends)
+        return f"{needed} ({low} to {high})"
+    if name == "comparable":
+        return "yes" if value else "no"
+    if name == "conforms":
+        return f"{row['conforms_worst']:.2f}" if value else "no"
+    return value if isinstance(value, str) else f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"
+
+
+def write(found: Sequence[Mapping], folder: Path, sentences: Sequence[str], notes: Sequence[str]) -> None:
+    """Write `table.csv`, and `table.md` with the answer above the table and notes below it."""
     paths.write_csv(folder / TABLE, found)
-    paths.write_text(folder / TEXT, markdown(cells(found), notes))
+    paths.write_text(folder / TEXT, markdown(cells(found, all_columns(found)), sentences, notes))
 
 
-def markdown(cells: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
-    """A table of texts, names of its columns first, with notes below it."""
+def markdown(cells: Sequence[Sequence[str]], before: Sequence[str] = (), after: Sequence[str] = ()) -> str:
+    """A table of texts, names of its columns first, between paragraphs."""
     heads, *lines = [[_plain(cell) for cell in line] for line in cells]
     table = "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *lines])
-    return table + "\n\n" + "\n".join(f"{_plain(note)}\n" for note in notes)
+    return "\n\n".join([*map(_plain, before), table, *map(_plain, after)]) + "\n"
 
 
 def _plain(text: str) -> str:
@@ -182,61 +261,9 @@ def read(folder: str | Path) -> list[dict[str, Any]]:
 def _value(name: str, text: str | None):
     if not text:
         return None
-    if name in ("variant", "verdict"):
+    if name in ("variant", "version") or name.startswith("verdict"):
         return text
     if text in ("True", "False"):
         return text == "True"
     number = float(text)
     return int(number) if text.lstrip("-").isdigit() else number
-
-
-def shown(found: Sequence[Mapping]) -> list[str]:
-    """The columns of `SHOWN` that a table has and that have news."""
-    return [name for name in SHOWN if name in found[0] and _has_news(name, [row[name] for row in found])]
-
-
-def cells(found: Sequence[Mapping]) -> list[list[str]]:
-    """The shown columns as texts, names first; losses and accuracies with their intervals."""
-    names = shown(found)
-    return [[SHOWN[name] for name in names], *([_cell(name, row) for name in names] for row in found)]
-
-
-def _has_news(name: str, values: Sequence) -> bool:
-    if name in ("diverged", "failed"):
-        return any(values)
-    return not all(values) if name == "comparable" else any(value is not None for value in values)
-
-
-def _cell(name: str, row: Mapping) -> str:
-    value = row[name]
-    if value is None:
-        return ""
-    if name in INTERVALS:
-        half = row[f"{name}_interval"]
-        return f"{value:{'+' if name.startswith('difference') else ''}.4f}" + (
-            f" ± {half:.4f}" if half is not None else ""
-        )
-    if name == "learning_rate":
-        return f"{value:.3g}" + (" (edge)" if row["learning_rate_at_edge"] else "")
-    if name == "difference_detectable" or name.startswith(("loss_", "accuracy_")):
-        return f"{value:.4f}"
-    if name == "difference_seeds_needed":
-        ends = [row[name], row[f"{name}_low"], row[f"{name}_high"]]
-        found, low, high = (f"{end}" if end < statistics.MOST_SEEDS else f"≥ {end:,}" for end in ends)
-        return f"{found} ({low} to {high})"
-    if name == "comparable":
-        return "yes" if value else "no"
-    if name == "conforms":
-        return f"{row['conforms_worst']:.2f}" if value else "no"
-    return value if isinstance(value, str) else f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"
-
-
-def as_text(lines: Sequence[Sequence[str]]) -> str:
-    """A table of texts with aligned columns, for a terminal."""
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join(
-            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))]
-        ).rstrip()
-        for line in lines
-    )

@@ -1,5 +1,6 @@
 """The variants of a comparison: names, the options of `attnlab train` that make them, and widths that match in size."""
 
+import hashlib
 import re
 import runpy
 import shlex
@@ -13,12 +14,12 @@ from attnlab import commands
 from attnlab import config as configs
 from attnlab.config import RunConfig
 from attnlab.nn import GPT, custom
-from attnlab.nn.config import KINDS
 from attnlab.nn.layer import LayerConfig
 from attnlab.support.errors import UserError
 from attnlab.support.options import option_values, options
 from attnlab.sweeping import grid
 from attnlab.training import flops, precision
+from attnlab.training.passed import described
 
 CLOSE = 0.05  # beyond which two sizes are not comparable
 WIDEST = 2**20  # features of a width that is tried
@@ -30,12 +31,13 @@ class Variant(NamedTuple):
 
     name: str
     options: tuple[str, ...] = ()  # of `attnlab train`: --config.FIELD=VALUE
+    code: str = ""  # six hex digits of a mask or score mod that a Python value is
     comparable: bool = True  # False if sizes are matched, and its size differs by more than 5 % from the first's
 
 
 def made(variants: Mapping[str, Any]) -> list[Variant]:
     """Variants of names, and what makes each: see `attnlab.comparing.compare`."""
-    found = [Variant(name, options_of(name, what)) for name, what in variants.items()]
+    found = [Variant(name, *options_of(name, what)) for name, what in variants.items()]
     if len(found) < 2:
         raise UserError('one variant: name another to compare it with, e.g. --variant "alibi: model.positions=alibi"')
     return found
@@ -65,8 +67,8 @@ def _parsed(text: str) -> tuple[str, str]:
     return name.strip(), fields
 
 
-def options_of(name: str, what) -> tuple[str, ...]:
-    """The options of `attnlab train` that make a variant; errors begin with its name."""
+def options_of(name: str, what) -> tuple[tuple[str, ...], str]:
+    """The options of `attnlab train` that make a variant, and its `code`; errors begin with its name."""
     fields = what
     if isinstance(what, str):
         try:
@@ -76,33 +78,35 @@ def options_of(name: str, what) -> tuple[str, ...]:
             raise UserError(f"variant {name!r}: {what.strip()}: {why}") from error
     elif not isinstance(what, Mapping):
         fields = {"model.layers": what}
-    found = []
+    found, code = [], ""
     for field, value in fields.items():
         if why := configs.unknown(field):
             raise UserError(f"variant {name!r}: {why}")
         if field in ("seed", "optimizer.learning_rate", "eval.part"):
             raise UserError(f"variant {name!r}: config.{field} is chosen by the comparison: leave it to it")
         if field == "model.layers" and not isinstance(value, str):
-            found += _layers(name, value)
+            more, code = _layers(name, value)
+            found += more
         else:
             found.append(f"--config.{field}={value}")
-    return tuple(found)
+    return tuple(found), code
 
 
-def _layers(name: str, value) -> list[str]:
-    """The options for layers of a config, a class, a mask, a score mod, or a function of scores."""
+def _layers(name: str, value) -> tuple[list[str], str]:
+    """The options and the code of a config of layers, a class, a mask, a score mod, or a function of scores."""
     if isinstance(value, LayerConfig):
-        declared = options(value)
-        own = {field: x for field, x in option_values(value).items() if x != declared[field].default}
+        declared, values = options(value), option_values(value)
+        own = {field: x for field, x in values.items() if x != declared[field].default}
+        kind = value.kind
         return [
-            f"--config.model.layers={value.kind}",
-            *(f"--config.model.{value.kind}.{f}={x}" for f, x in own.items()),
-        ]
+            f"--config.model.layers={kind}",
+            *(f"--config.model.{kind}.{field}={x}" for field, x in own.items()),
+        ], ""
     if isinstance(value, type):
-        return [f"--config.model.layers={custom.register(value)}"]
-    kind = re.sub(r"\W", "_", name)
-    kind = f"_{kind}" if kind[:1].isdigit() or (kind in KINDS and not custom.is_custom(kind)) else kind
-    return [f"--config.model.layers={custom.register(value, kind)}"]
+        return [f"--config.model.layers={custom.register(value)}"], ""
+    code = hashlib.sha256(described(value).encode()).hexdigest()[:6]
+    kind = custom.register(value, re.sub(r"\W", "_", f"_{name}" if name[:1].isdigit() else name) + f"_{code}")
+    return [f"--config.model.layers={kind}"], code
 
 
 def fields_of_file(file: str, name: str) -> Mapping:
@@ -175,4 +179,4 @@ def _matched(variant: Variant, options, vocab_size: int, of: str, wanted: float,
     # Its own width comes first, for a size that does not depend on it.
     width = min((width, low, high), key=lambda width: abs(size_at(width) - wanted))
     close = abs(size_at(width) / wanted - 1) <= CLOSE
-    return Variant(variant.name, (*variant.options, f"--config.model.width={width}"), close)
+    return variant._replace(options=(*variant.options, f"--config.model.width={width}"), comparable=close)

@@ -1,0 +1,366 @@
+"""Compare variants of a model: train each at its best learning rate over seeds, and say which is better."""
+
+import contextlib
+import datetime
+import math
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from attnlab import config as configs
+from attnlab import train
+from attnlab.comparing import measuring, page, replication, report, table
+from attnlab.comparing import protocol as protocols
+from attnlab.comparing import variants as variants_
+from attnlab.comparing.protocol import FACTORS, Protocol
+from attnlab.comparing.replication import Published
+from attnlab.comparing.report import Part
+from attnlab.comparing.variants import config_of
+from attnlab.config import RunConfig
+from attnlab.data.tasks import named
+from attnlab.nn import custom
+from attnlab.support import extras, tables, workers
+from attnlab.support.errors import UserError
+from attnlab.support.files import read_json
+from attnlab.support.names import nearest
+from attnlab.sweeping import grid, training_runs
+from attnlab.testing.layer import check_layer
+from attnlab.training import text as texts
+from attnlab.training.workdir import read_config
+
+MARKER = "comparison.json"
+# Where the config does not say otherwise: samples would be compiled for each variant.
+DEFAULTS = ("--config.sample.length=0", "--config.log.tensorboard=False")
+# Fields of `config`, which other options change.
+TASKS = {
+    "text": {},
+    "recall": {"data.name": "task:recall pairs=4 rewrites=8 symbols=16", "model.context": "28"},
+    "parity": {"data.name": "task:parity", "model.context": "40"},
+    "modular": {"data.name": "task:modular", "model.context": "40"},
+    "copy": {"data.name": "task:copy symbols=8 kinds=8", "model.context": "48"},
+    "induction": {"data.name": "task:induction triggers=8 kinds=16", "model.context": "48"},
+}
+
+
+class Comparison:
+    """The results of `compare`; in a notebook it is shown as its answer and its table.
+
+    Attributes:
+      rows: the records of all tables, one for each variant, see docs/guide/comparing.md; of several tasks with "task".
+      sentences: the answer, a sentence for each variant but the first.
+      page: of everything, `comparison.html`.
+      failed: the errors of runs that failed, by name.
+    """
+
+    def __init__(self, found: Mapping[str, "_Found"], page: Path):
+        self._found, self.page = found, page
+        several = len(found) > 1
+        self.rows = [{"task": name} | row if several else row for name, part in found.items() for row in part.rows]
+        prefix = {name: f"{name}: " * several for name in found}
+        self.sentences = [prefix[name] + text for name, part in found.items() for text in part.sections[0].sentences]
+        self.failed = {name: error for part in found.values() for name, error in part.failed.items()}
+
+    def verdict(self, variant: str, task: str | None = None) -> str | None:
+        """Whether a variant is "better", "worse", "not told apart" or "failed"; None for the first one."""
+        rows = {row["variant"]: row["verdict"] for row in self._part(task).rows}
+        if variant not in rows:
+            raise KeyError(f"{variant!r}{nearest(variant, rows)}: expected one of {', '.join(rows)}")
+        return rows[variant]
+
+    def table(self, task: str | None = None) -> str:
+        """The columns that answer the question, as text."""
+        return tables.as_text(self._part(task).sections[0].table.cells)
+
+    def curves(self, variant: str, task: str | None = None) -> list[np.ndarray]:
+        """Of each run of a variant, tokens, seconds and loss at its validations: `[n, 3]`."""
+        return self._part(task).curves[variant]
+
+    def frame(self):
+        """The rows as a data frame of pandas; UserError where it is not installed."""
+        return extras.require("pandas", "pandas", "Comparison.frame").DataFrame(self.rows)
+
+    def __str__(self) -> str:
+        return "\n".join([*self.sentences, *map(self.table, self._found), f"page: {self.page}"])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return "".join(page.fragment(section) for part in self._found.values() for section in part.sections)
+
+    def _part(self, task: str | None) -> "_Found":
+        if task is None and len(self._found) == 1:
+            return next(iter(self._found.values()))
+        if task not in self._found:
+            raise KeyError(f"task {task!r}: expected one of {', '.join(self._found)}")
+        return self._found[task]
+
+
+class _Found(NamedTuple):
+    """The results of a part."""
+
+    rows: list[dict[str, Any]]
+    sections: list[page.Section]
+    curves: dict[str, list[np.ndarray]]
+    failed: dict[str, str]
+    about: dict[str, str]
+
+
+def compare(
+    config: str | ConfigDict | RunConfig | Sequence[str],
+    variants: Mapping[str, Any],
+    *,
+    workdir: str | Path,
+    seeds: int = 5,
+    tuning_seeds: int = 1,
+    learning_rates: Sequence[float] = (),
+    tasks: Sequence[str] | Mapping[str, Mapping] = (),
+    match: str | None = None,
+    match_length: int | None = None,
+    together: int | str = "auto",
+    check: bool = True,
+) -> Comparison:
+    """Train variants of a model side by side, each at its best learning rate, and say which are better than the first.
+
+    Each run has a folder of its own in `workdir`; the same call goes on where it was stopped, and keeps what is there.
+
+    Args:
+      config: the name of an experiment, "quickstart"; a modified `attnlab.config.default()`; or words of a command
+        line.
+      variants: by name, what makes each: fields of the config, `{"model.positions": "alibi"}` or as a text
+        "model.positions=alibi"; or all layers: the config of a layer, a class of layers, a mask, a score mod, or a
+        function of scores, see docs/guide/own.md. The others are compared with the first.
+      workdir: gets the runs, a table and the page.
+      seeds: fresh seeds of each variant, 2 or more.
+      tuning_seeds: on which the learning rate is chosen, not used again.
+      learning_rates: to choose from; by default 1/9, 1/3, 1 and 3 times the config's.
+      tasks: names of `TASKS`, or "task:recall pairs=4", or fields by name; each has a table.
+      match: "parameters", "flops" or "state": the size that all have in common, by a change of width.
+      match_length: of the text whose state is matched; None for the context.
+      together: how many runs of one program are trained as one; "auto": all on a GPU, one on CPUs.
+      check: custom layers, by `attnlab.testing.check_layer`, before any run.
+
+    Raises:
+      UserError: an unusable config, variant or folder, before any run.
+      KeyboardInterrupt: after a signal; the state of the runs is saved.
+
+    >>> import tempfile
+    >>> small = ["--config=quickstart", "--config.model.num_layers=1", "--config.model.width=16", "--config.steps=4"]
+    >>> small += ["--config.eval.windows=4", "--config.eval.every=2", "--config.parallel.mesh.data=1"]
+    >>> kinds = {"softmax": {}, "near": attnlab.masks.SlidingWindow(left=4)}
+    >>> options = {"workdir": tempfile.mkdtemp(), "seeds": 2, "learning_rates": [1e-2]}
+    >>> found = compare(small, kinds, **options)  # doctest: +ELLIPSIS
+    1/4 ...
+    >>> found.verdict("near") in ("better", "worse", "not told apart")
+    True
+    """
+    arguments = {"seeds": seeds, "tuning_seeds": tuning_seeds, "learning_rates": learning_rates, "tasks": tasks}
+    arguments |= {"match": match or "none", "match_length": match_length}
+    made = parts(_options(config), variants, Path(workdir), **arguments)
+    return run(made, Path(workdir), together=str(together), jobs=0, check=check, command="attnlab.comparing.compare")
+
+
+def run(made: Sequence[Part], folder: Path, *, together: str, jobs: int, check: bool, command: str) -> Comparison:
+    """Train, measure and report the parts of a comparison, in so many processes at a time, or in this one for 0."""
+    if check:
+        _check_own(made)
+    first = made[0]
+    content = {"variants": {variant.name: variant.options for variant in first.variants}}
+    content |= {"options": first.protocol.options, "tasks": [part.name for part in made if part.name]}
+    total = sum(len(_tuning(part)) + len(part.variants) * len(part.protocol.seeds) for part in made)
+    try:
+        with training_runs.claimed(folder, MARKER, content) as lock:
+            runner = training_runs.Runner(total, jobs, together, lock)
+            found = {part.name: _compare(part, runner) for part in made}
+            names = [variant.name for variant in first.variants]
+            about = found[first.name].about | {"command": command}
+            sections = [section for part in found.values() for section in part.sections]
+            title = f"{', '.join(names[1:])} against {names[0]}"
+            return Comparison(found, page.write(folder, title, about, sections))
+    except workers.Interrupted as stopped:
+        raise KeyboardInterrupt(*stopped.args) from None
+
+
+def _options(config) -> list[str]:
+    """The words of a command line that make a config."""
+    if isinstance(config, str):
+        return [f"--config={config}"]
+    if not isinstance(config, ConfigDict | RunConfig):
+        return list(config)
+    values, declared = configs.completed(config).fields, configs.declared()
+    changed = {field: value for field, value in values.items() if value != declared[field].default}
+    return ["--config=quickstart", *(f"--config.{field}={value}" for field, value in changed.items())]
+
+
+def parts(
+    options: Sequence[str],
+    variants: Mapping[str, Any],
+    folder: Path,
+    *,
+    seeds: int,
+    tuning_seeds: int,
+    learning_rates: Sequence[float],
+    tasks: Sequence[str] | Mapping[str, Mapping],
+    match: str,
+    match_length: int | None,
+    known_tasks: Mapping[str, Mapping] = {},
+    published: Mapping[str, Published] = {},
+) -> list[Part]:
+    """The parts of a comparison, checked before anything starts; arguments as of `compare`."""
+    made, config = variants_.made(variants), config_of(options)
+    if match_length is not None and match != "state":
+        raise UserError(f"--match_length={match_length} is of --match=state: leave it out")
+    options = [*options, *(one for one in DEFAULTS if not _sets(options, one))]
+    rates = list(learning_rates) or [float(f"{factor * config.optimizer.learning_rate:.2g}") for factor in FACTORS]
+    if len(set(rates)) < len(rates) or min(rates) <= 0:
+        raise UserError(f"--learning_rates={','.join(map(str, rates))}: expected different numbers above 0")
+    fresh = config.seed + tuning_seeds
+    seeds_of = {"tuning_seeds": tuple(range(config.seed, fresh)), "seeds": tuple(range(fresh, fresh + seeds))}
+    found = []
+    for name, more in _tasks(tasks or list(published), known_tasks, options).items():
+        is_task = named.parse(config_of([*options, *more]).data.name)
+        measure = "accuracy" if is_task else "loss"
+        protocol = Protocol((*options, *more), tuple(sorted(rates)), **seeds_of, measure=measure)
+        where = folder / grid.folder_name(name) if name else folder
+        part = Part(name, where, protocol, made, match, published.get(name))
+        if match != "none":
+            matched = variants_.matched(made, protocol.options, vocab_size(part), match, match_length)
+            part = part._replace(variants=matched)
+        for variant in part.variants:
+            protocol.final(variant, protocol.rates[0])  # raises the errors of its config
+        found.append(part)
+    return found
+
+
+def _tasks(tasks, known: Mapping, options: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The options of each task by name, but for fields that others set; {"": ()} for the config's text alone."""
+    known, found = TASKS | dict(known) | (dict(tasks) if isinstance(tasks, Mapping) else {}), {}
+    if len(set(tasks)) < len(tasks):
+        raise UserError(f"--tasks names {max(tasks, key=tasks.count)} twice: name each once")
+    for name in tasks:
+        fields = {"data.name": name} if name.startswith(named.PREFIX) else known.get(name)
+        if fields is None:
+            raise UserError(f"--tasks={name}{nearest(name, known)}: expected some of {', '.join(known)}")
+        found[name] = tuple(one for one in variants_.options_of(name, fields)[0] if not _sets(options, one))
+    return found or {"": ()}
+
+
+def _sets(options: Sequence[str], one: str) -> bool:
+    """Whether some options set the field of another."""
+    return any(word.startswith(one.partition("=")[0] + "=") for word in options)
+
+
+def vocab_size(part: Part) -> int:
+    """Tokens of the vocabulary of a part's text or task."""
+    with tempfile.TemporaryDirectory() as nowhere:
+        found = texts.load(part.config_of(part.variants[0]), texts.Workdir(Path(nowhere) / "new"))
+        return found.tokenizer.vocab_size
+
+
+def _check_own(made: Sequence[Part]) -> None:
+    """Raise UserError for the first failed check of a custom layer."""
+    checked = set()
+    for config in (part.config_of(each) for part in made for each in part.variants):
+        model = config.changed({"precision": "float32", "model.dropout": 0.0}).model
+        for layer in model.used:
+            if custom.is_custom(layer.kind) and layer.kind not in checked:
+                checked.add(layer.kind)
+                if faults := check_layer(layer.make(model), model.width):
+                    raise UserError(f"{layer.kind}: {faults[0]}: fix it, or skip this check with --check=off")
+                print(f"{layer.kind}: causal, the same in pieces and packed, finite gradients; also padded and stacked")
+
+
+def _tuning(part: Part) -> list:
+    return [point for variant in part.variants for point in part.protocol.tuning(variant)]
+
+
+def _compare(part: Part, runner: training_runs.Runner) -> _Found:
+    """Train, measure and report a part."""
+    folder, protocol, variants = part.folder, part.protocol, part.variants
+    if part.name:
+        print(f"--- {part.name}")
+        folder.mkdir(exist_ok=True)
+    failed = _train(_tuning(part), folder, runner)
+    rates = {variant.name: protocols.chosen_rate(protocol, variant, folder) for variant in variants}
+    final = {variant.name: protocol.final(variant, rates[variant.name][0]) for variant in variants}
+    failed |= _train([point for points in final.values() for point in points], folder, runner)
+    measured = _measure(final, folder, runner)
+    rows = table.rows(protocol, variants, folder, rates, measured)
+    found = report.section(part, rows, final, measured, _on_times(final, folder, runner.jobs))
+    _, *remarks = found.notes
+    print("\n".join([*found.sentences, "", tables.as_text(found.table.cells), "", *remarks]))
+    table.write(rows, folder, found.sentences, found.notes)
+    sections = [found, *_replicate(part, final, measured)]
+    curves = {name: [protocols.curve(folder / point.name) for point in points] for name, points in final.items()}
+    return _Found(rows, sections, curves, failed, _about(part, final, measured))
+
+
+def _replicate(part: Part, final, measured) -> list[page.Section]:
+    """A part's results beside the published ones; nothing where there are none."""
+    if part.published is None:
+        return []
+    results, step = replication.results(part.published, part.protocol, part.folder, final, measured)
+    config = final[part.variants[0].name][0].config
+    task = named.parse(config.data.name)
+    chance = task.chance if task else math.log(vocab_size(part))
+    rows = replication.rows(part.published, results, chance, step)
+    found = replication.section(part, rows, config)
+    print("\n".join(["", tables.as_text(found.table.cells), "", *found.notes]))
+    return [found]
+
+
+def _train(points, folder: Path, runner: training_runs.Runner) -> dict[str, str]:
+    ended = {point.name for point in points if protocols.has_ended(point, folder)}
+    failed = runner.train(points, ended, folder)
+    return {name: error for name, error in failed.items() if not protocols.diverged(folder / name)}
+
+
+def _measure(final, folder: Path, runner: training_runs.Runner) -> dict[str, dict]:
+    """The measurements of each variant that has a finished run, one after another."""
+    logs, files, words = folder / training_runs.LOGS, {}, {}
+    for name, points in final.items():
+        workdirs = [folder / point.name for point in points if train.is_finished(point.config, folder / point.name)]
+        if not workdirs:
+            continue
+        files[name] = logs / f"{workdirs[0].name}-{protocols.digest(workdirs)}.json"
+        if not files[name].exists():
+            code = (f"--import={file}" for file in custom.files())
+            words[f"measuring {workdirs[0].name}"] = [measuring.__name__, *code, str(files[name]), *map(str, workdirs)]
+    if not runner.jobs:
+        for name, (_, *arguments) in words.items():
+            print(name, flush=True)
+            with (logs / f"{name}.txt").open("a") as log, contextlib.redirect_stdout(log):
+                measuring.main([measuring.__name__, *(word for word in arguments if not word.startswith("--import="))])
+        words = {}
+    for ended in workers.run(words, 1, logs, runner.lock, lambda name: print(name, flush=True)):
+        if ended.error:
+            print(f"{ended.name} failed: {ended.error} (see {logs})", file=sys.stderr)
+    return {name: read_json(file) for name, file in files.items() if file.exists()}
+
+
+def _on_times(final, folder: Path, jobs: int) -> list[str]:
+    """Why seconds of training are not comparable, in sentences."""
+    workdirs = [folder / point.name for points in final.values() for point in points]
+    together = {read_config(workdir).get("together", 1) for workdir in workdirs if (workdir / "config.json").exists()}
+    notes = [f"Times are of --jobs={jobs}: comparable with --jobs=1 alone."] * (jobs > 1)
+    counts = " or ".join(map(str, sorted(together)))
+    return notes + [f"Times are of {counts} runs together: comparable for one number alone."] * (len(together) > 1)
+
+
+def _about(part: Part, final, measured: Mapping[str, Mapping]) -> dict[str, str]:
+    """What results are of, by name."""
+    config = final[part.variants[0].name][0].config
+    tokens = config.batch_size * config.model.context
+    about = {
+        "date": f"{datetime.date.today():%-d %B %Y}",
+        "training": f"{config.steps:,} steps of {tokens:,} tokens: {config.steps * tokens:,} a run, "
+        f"{len(part.protocol.seeds)} seeds, learning rates {', '.join(f'{rate:g}' for rate in part.protocol.rates)}",
+    }
+    for found in measured.values():
+        versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+        about |= {"machine": found["machine"], "versions": versions, "sources": f"sha256 {found['sources']}…"}
+    return about
