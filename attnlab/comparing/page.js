@@ -54,34 +54,4 @@
       }),
     );
   }
-
-  // Emphasis ----------------------------------------------------------------------------------------------------------
-
-  for (const section of document.querySelectorAll("section")) {
-    const drawn = [...section.querySelectorAll("[data-line]")];
-    const buttons = drawn.filter((element) => element.matches("button"));
-    if (!buttons.length) continue;
-
-    function emphasize(hovered) {
-      const pressed = buttons.filter((element) => element.getAttribute("aria-pressed") === "true");
-      const lines = new Set(pressed.map((element) => element.dataset.line));
-      if (hovered !== undefined) lines.add(hovered);
-      const chosen = buttons.some((element) => lines.has(element.dataset.line));
-      section.classList.toggle("emphasis", chosen);
-      for (const element of drawn) element.classList.toggle("on", chosen && lines.has(element.dataset.line));
-    }
-
-    for (const element of drawn) {
-      element.addEventListener("pointerenter", (event) => {
-        if (event.pointerType === "mouse") emphasize(element.dataset.line);
-      });
-      element.addEventListener("pointerleave", () => emphasize());
-    }
-    for (const element of buttons) {
-      element.addEventListener("click", () => {
-        element.setAttribute("aria-pressed", String(element.getAttribute("aria-pressed") !== "true"));
-        emphasize();
-      });
-    }
-  }
 })();
