@@ -27,9 +27,8 @@ from absl import flags
 
 from attnlab import commands
 from attnlab.comparing import comparison, replication
-from attnlab.comparing import protocol as protocols
 from attnlab.comparing.report import Part
-from attnlab.comparing.variants import SIZES, config_of, fields_of_file, parse, size
+from attnlab.comparing.variants import SIZES, fields_of_file, parse, size
 from attnlab.nn import custom
 from attnlab.support.errors import UserError
 from attnlab.sweep import shared_options
@@ -119,22 +118,20 @@ def _print_runs(made: list[Part]) -> int:
     """The runs of a comparison, and an estimate of their time."""
     count = seconds = 0
     for part in made:
-        protocol = part.protocol
-        if part.name:
-            print(f"--- {part.name}: {' '.join(protocol.options)}")
+        print(f"--- {part.name or 'text'}: {' '.join(part.protocol.options)}")
         vocab_size = comparison.vocab_size(part)
-        available = flops.peak(precision.resolved(config_of(protocol.options).precision))
         for variant in part.variants:
-            choosing = protocol.tuning(variant)
-            points = [*choosing, *protocol.final(variant, protocol.rates[0])]
-            estimate = protocols.estimate(points, size(part.config_of(variant), vocab_size, "flops"), available)
-            seconds, count = seconds + estimate, count + len(points)
-            print(f"{variant.name}: about {estimate / 60:.0f} min  {' '.join(variant.options)}")
-            for point in choosing:
+            config = part.config_of(variant)
+            print(f"{variant.name}: {' '.join(variant.options)}")
+            points = [*part.protocol.tuning(variant), *part.protocol.final(variant, part.protocol.rates[0])]
+            for point in points[: -len(part.protocol.seeds)]:
                 print(f"  choosing: {point.name}")
-            best = f"at the best of {len(protocol.rates)} learning rates" if choosing else f"at {protocol.rates[0]:g}"
-            print(f"  {best}: seeds {', '.join(map(str, protocol.seeds))}")
-    print(f"{count} runs, about {seconds / 60:.0f} min one after another, at a third of this device's speed")
+            best = "the best" if len(part.protocol.rates) > 1 else f"{part.protocol.rates[0]:g}"
+            print(f"  learning rate {best}: seeds {', '.join(map(str, part.protocol.seeds))}")
+            work = config.steps * config.batch_size * config.model.context * size(config, vocab_size, "flops")
+            seconds += len(points) * work / (flops.peak(precision.resolved(config.precision)) / 3)
+            count += len(points)
+    print(f"{count} runs, about {seconds / 60:.0f} min of training at a third of this device's speed")
     return 0
 
 

@@ -89,7 +89,7 @@ def part_of(folder, name):
         (["--variants=nothing.py"], "nothing.py: "),
         ([*VARIANTS, "--tasks=parety"], r"--tasks=parety \(did you mean parity\?\): expected some of text, recall"),
         ([*VARIANTS, "--tasks=parity"], "config.model.context = 16: 'task:parity' needs 40 or more"),
-        ([*VARIANTS, "--match_length=9"], "--match_length is of --match=state"),
+        ([*VARIANTS, "--match_length=9"], "--match_length=9 is of --match=state"),
     ],
 )
 def test_mistake_is_one_line_before_anything_starts(tmp_path, capsys, options, message):
@@ -118,7 +118,8 @@ def test_every_column_has_its_value(finished):
     rotary, window = comparing.read(part_of(finished[0], "text"))
     empty = {name for name, value in rotary.items() if value is None}
     assert {name for name in empty if not name.startswith(("difference_", "verdict"))} <= {
-        "loss_at_equal_time_interval"
+        "loss_at_equal_time_interval",
+        "version",
     }
     cache = 2 * 2 * 8 * 16 * 4 + 4  # keys and values, heads, features, positions, bytes; an int32 length
     assert rotary["decode_state_bytes_1x"] == cache and rotary["decode_state_bytes_8x"] == 8 * (cache - 4) + 4
@@ -140,7 +141,9 @@ def test_table_of_a_task_compares_accuracies_by_seed_and_length(finished):
     steps = np.array(finals["window"]) / protocol.resolution(attnlab.load(workdirs[0]).config, "accuracy")
     np.testing.assert_allclose(steps, np.round(steps))
     assert all(0 <= window[f"accuracy_{times}x"] <= 1 for times in (1, 2, 4, 8))
-    assert "Accuracies: shares of right answers, means of 2 seeds" in out and f"--- {PARITY}" in out
+    words = (part_of(folder, "task") / "table.md").read_text()
+    assert "Accuracies: shares of right answers, means of 2 seeds" in words and f"--- {PARITY}" in out
+    assert "Learning rate 0.01, the same for all" in words  # of COMPARE
 
 
 def test_parts_of_a_comparison_have_folders_and_one_page(finished):
@@ -152,7 +155,9 @@ def test_parts_of_a_comparison_have_folders_and_one_page(finished):
     assert files["task"] == files["text"] | {"replication.csv", "replication.md"}
     assert {path.name for path in folder.iterdir() if path.is_file()} == {"comparison.json", "comparison.html"}
     page = (folder / "comparison.html").read_text()
-    assert all(title in page for title in (PARITY, ">text<", "Accuracy against length", "state that decoding"))
+    assert all(title in page for title in (PARITY, ">text<", "Accuracy against length", "Loss over seconds"))
+    assert "state that decoding" not in page  # which all variants have in equal size
+    assert page.index("window ") < page.index("<table") and "attnlab compare --config" in page
     assert f"the page of all is {folder / 'comparison.html'}" in out
 
 
@@ -170,7 +175,21 @@ def test_published_results_are_set_beside_ours_with_an_outcome(finished):
     for text in (out, (parity / "replication.md").read_text(), (folder / "comparison.html").read_text()):
         assert "Grazzi et al. 2025" in text and ours[1]["outcome"] in text
         assert re.search(r"Otherwise here: model.attention.window None, not 4; steps \d+, not 20000; An answer", text)
-    assert "2 seeds" in out and "Learning rate 0.01, the same for all" in out  # of COMPARE
+
+
+def test_function_goes_on_where_the_command_was(finished, monkeypatch, capsys):
+    monkeypatch.setattr(workers, "subprocess", SimpleNamespace(DEVNULL=None, STDOUT=None))  # which starts nothing
+    variants, text = {"rotary": {}, "window": {"model.attention.window": 4}}, part_of(finished[0], "text")
+    options = {"workdir": finished[0], "seeds": 2, "learning_rates": [1e-2], "tasks": ["text", PARITY]}
+    found = comparing.compare(OPTIONS, variants, **options)
+    assert capsys.readouterr().out.count("4 of 4 runs are finished, and are kept") == 2
+    rows = [{k: x for k, x in row.items() if k != "task"} for row in found.rows if row["task"] == "text"]
+    assert rows == comparing.read(text) and found.verdict("window", "text") == rows[1]["verdict"] and not found.failed
+    assert found.table(PARITY).splitlines()[0].split()[:2] == ["variant", "accuracy"]
+    assert str(found).startswith(found.sentences[0]) and found.sentences[0].partition(": ")[2] in found._repr_html_()
+    assert [curve.shape[1] for curve in found.curves("window", "text")] == [3, 3]
+    with pytest.raises(KeyError, match="'windows' .did you mean window"):
+        found.verdict("windows", "text")
 
 
 def test_accuracy_at_a_length_is_of_answers_in_the_second_half(finished):

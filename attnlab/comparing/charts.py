@@ -1,12 +1,13 @@
 """The figures of a comparison's page, by matplotlib, as SVG that takes its colours from the page."""
 
 import io
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from attnlab.support import extras
+from attnlab.support import documents, extras
 
 # Of CSS: what a page may style by an attribute. Fonts are the page's.
 PROPERTIES = "fill|fill-opacity|opacity|stroke|stroke-dasharray|stroke-dashoffset|stroke-linecap|stroke-linejoin"
@@ -41,8 +42,14 @@ def svg(chart: Chart, names: Sequence[str]) -> str:
     """
     plt = extras.require("matplotlib.pyplot", "plots", "a page's curves")
     from attnlab import plots
+    from attnlab.plots import _style
 
-    colors = {name: plots.COLORS[at % len(plots.COLORS)] for at, name in enumerate(names)}
+    clean = documents.valid_unicode  # matplotlib fails at lone surrogates
+    chart = chart._replace(
+        series={clean(name): points for name, points in chart.series.items()},
+        spread={clean(name): ends for name, ends in chart.spread.items()},
+    )
+    colors = dict(zip(map(clean, names), itertools.cycle(_style.COLORS + _style.MORE_COLORS)))
     text = io.StringIO()
     # Texts stay texts, and ids are the same for the same chart.
     with plt.rc_context(plots.STYLE | {"svg.fonttype": "none", "svg.hashsalt": chart.title}):

@@ -291,9 +291,9 @@ def _compare(part: Part, runner: training_runs.Runner) -> _Found:
     measured = _measure(final, folder, runner)
     rows = table.rows(protocol, variants, folder, rates, measured)
     found = report.section(part, rows, final, measured, _on_times(final, folder, runner.jobs))
-    _, *remarks = found.notes
-    print("\n".join([*found.sentences, "", tables.as_text(found.table.cells), "", *remarks]))
+    print("\n".join([*found.sentences, "", tables.as_text(found.table.cells), "", *report.remarks(part, rows)]))
     table.write(rows, folder, found.sentences, found.notes)
+    print(f"All columns are in {folder / table.TABLE} and {table.TEXT}, with notes on how to read them.")
     sections = [found, *_replicate(part, final, measured)]
     curves = {name: [protocols.curve(folder / point.name) for point in points] for name, points in final.items()}
     return _Found(rows, sections, curves, failed, _about(part, final, measured))

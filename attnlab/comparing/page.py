@@ -1,6 +1,7 @@
 """One offline HTML page of results: the answer in sentences, a table, curves, and what they are of."""
 
 import math
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -34,15 +35,6 @@ class Table(NamedTuple):
     keys: Sequence[Sequence[float | str | None]]  # without the header; None sorts last
 
 
-class Run(NamedTuple):
-    """A run: its variant, its seed, learning rate, loss, … by name, and its config's fields that are no defaults."""
-
-    name: str
-    variant: str
-    values: Mapping[str, float]
-    fields: Mapping[str, object]
-
-
 class Section(NamedTuple):
     """One task, or the text.
 
@@ -52,8 +44,7 @@ class Section(NamedTuple):
       table: the columns that it is about.
       notes: sentences below the table.
       charts: the figures.
-      columns: all columns, folded; None for none.
-      runs: all runs that the table is made of, folded.
+      folded: tables behind a summary, by name: all columns, all runs.
     """
 
     title: str
@@ -61,8 +52,7 @@ class Section(NamedTuple):
     table: Table
     notes: Sequence[str]
     charts: Sequence[Chart] = ()
-    columns: Table | None = None
-    runs: Sequence[Run] = ()
+    folded: Mapping[str, Table] = types.MappingProxyType({})
 
 
 def write(folder: Path, title: str, about: Mapping[str, str], sections: Sequence[Section]) -> Path:
@@ -97,15 +87,14 @@ def _looks(sections: Sequence[Section]) -> dict[str, str]:
 def _section(anchor: str, section: Section, looks: Mapping[str, str]) -> str:
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in section.sentences)
     notes = "".join(f"<li>{escape(note)}</li>" for note in section.notes)
-    columns = section.columns and f"<details><summary>All columns</summary>{_table(section.columns, looks)}</details>"
+    folded = {name: _table(table, looks) for name, table in section.folded.items()}
+    folded |= {"How to read it": f'<ul class="notes">{notes}</ul>'} if notes else {}
     return "".join(
         (
             f'<section id="{anchor}"><h2>{_name(section.title)}</h2><div class="answer">{sentences}</div>',
             _table(section.table, looks),
             _charts(section.charts, looks),
-            columns or "",
-            _runs(section.runs, looks),
-            f'<details><summary>How to read it</summary><ul class="notes">{notes}</ul></details>' if notes else "",
+            *(f"<details><summary>{name}</summary>{content}</details>" for name, content in folded.items()),
             "</section>",
         )
     )
@@ -165,44 +154,3 @@ def _charts(drawn: Sequence[Chart], looks: Mapping[str, str]) -> str:
     except UserError as error:  # without matplotlib
         return f'<p class="notes">{escape(str(error))}</p>'
     return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
-
-
-# Runs -----------------------------------------------------------------------------------------------------------------
-
-
-def _runs(runs: Sequence[Run], looks: Mapping[str, str]) -> str:
-    """A `<details>` for each variant: its runs, and the fields of their configs that differ from the defaults."""
-    by_variant: dict[str, list[Run]] = {}
-    for run in runs:
-        by_variant.setdefault(run.variant, []).append(run)
-    common = {variant: _common([run.fields for run in found]) for variant, found in by_variant.items()}
-    everywhere = _common(list(common.values())) if len(common) > 1 else {}
-    texts = ""
-    for variant, found in by_variant.items():
-        own = {name: value for name, value in common[variant].items() if name not in everywhere}
-        texts += (
-            f"<details><summary>{_swatch(looks[variant])}{_name(variant)}: {len(found)} runs and their config</summary>"
-            f"{_run_table(found)}{_fields('Config: different in other variants', own)}"
-            f"{_fields('Config: the same in all variants', everywhere)}</details>"
-        )
-    return texts
-
-
-def _common(found: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """The fields that all of these have, with one value."""
-    return {k: v for k, v in found[0].items() if all(k in other and other[k] == v for other in found[1:])}
-
-
-def _run_table(runs: Sequence[Run]) -> str:
-    names = dict.fromkeys(name for run in runs for name in run.values)
-    heads = "".join(f'<th scope="col">{escape(name.replace("_", " "))}</th>' for name in ("run", *names))
-    body = ""
-    for run in runs:
-        cells = "".join(f"<td>{'' if name not in run.values else f'{run.values[name]:.5g}'}</td>" for name in names)
-        body += f'<tr><th scope="row">{_name(run.name)}</th>{cells}</tr>'
-    return _scrolling(f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>")
-
-
-def _fields(title: str, fields: Mapping[str, object]) -> str:
-    entries = "".join(f"<div><dt>{escape(f)}</dt><dd>{escape(str(value))}</dd></div>" for f, value in fields.items())
-    return f"<h4>{title}</h4><dl>{entries}</dl>" if fields else ""

@@ -20,7 +20,6 @@ from attnlab.training import metrics
 from attnlab.training.workdir import read_config
 
 FACTORS = (1 / 9, 1 / 3, 1.0, 3.0)  # of the config's learning rate, where the user names none
-START = 8.0  # seconds of a process' start
 
 
 class Protocol(NamedTuple):
@@ -136,9 +135,3 @@ def speed(workdir: Path) -> float:
         record["tokens_per_second"] for record in metrics.read(workdir / "metrics.jsonl") if record["split"] == "train"
     ]
     return float(np.median(speeds)) if speeds else math.nan
-
-
-def estimate(points: Sequence[Point], flops_per_token: float, flops_per_second: float) -> float:
-    """Seconds of runs in sequence, at a third of the device's FLOP/s, with `START` of each process."""
-    tokens = [point.config.steps * point.config.batch_size * point.config.model.context for point in points]
-    return sum(count * flops_per_token / (flops_per_second / 3) + START for count in tokens)

@@ -14,7 +14,6 @@ from attnlab.config import RunConfig
 from attnlab.study.report import mean_and_margin
 from attnlab.support import paths
 from attnlab.support.errors import UserError
-from attnlab.support.names import nearest
 
 TABLE, TEXT = "replication.csv", "replication.md"
 # The shown columns by key.
@@ -50,19 +49,17 @@ class Published(NamedTuple):
 
 def published(file: str, names: Sequence[str]) -> dict[str, Published]:
     """The dictionary PUBLISHED of a Python file or an experiment, by part; {} where it has none."""
-    found = {}
+    found, fields_known = {}, {*configs.declared(), "seeds", "learning_rates"}
     for part, fields in fields_of_file(file, "PUBLISHED").items():
         where = f"{file}: PUBLISHED[{part!r}]"
         try:
             found[part] = Published(**fields)
         except TypeError as error:
             raise UserError(f"{where}: {error}: expected a dictionary of {', '.join(Published._fields)}") from error
-        if unknown := [name for name in found[part].results if name not in names]:
+        if unknown := {*found[part].results} - {*names} or {*found[part].protocol} - {*fields_known}:
             raise UserError(
-                f"{where} has results of {unknown[0]!r}{nearest(unknown[0], names)}, which is not a variant"
+                f"{where} has {min(unknown)!r}: expected variants, and fields of a config, seeds, learning_rates"
             )
-        if unknown := sorted({*found[part].protocol} - {*configs.declared(), "seeds", "learning_rates"}):
-            raise UserError(f"{where} has protocol {unknown[0]!r}: expected fields of a config, seeds, learning_rates")
         if names[0] not in found[part].results:
             raise UserError(f"{where} has no result of {names[0]!r}, the first variant: differences are from it")
     return found

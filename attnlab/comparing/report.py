@@ -54,7 +54,6 @@ def section(
     measure = part.protocol.measure
     timed = not others  # else seconds are not comparable
     first, every = table.first_columns(rows, measure, part.match), table.all_columns(rows)
-    runs = [_run(point, name, part.folder) for name, points in final.items() for point in points]
     curves = {name: [protocols.curve(part.folder / point.name) for point in of] for name, of in final.items()}
     flops = {row["variant"]: row["flops_per_token_train"] for row in rows}
     charts = [*_learning(curves, flops, timed), *_against_state(rows, measure), *_against_length(measured)]
@@ -64,8 +63,7 @@ def section(
         _table(rows, first),
         _notes(part, rows) + list(others),
         charts,
-        _table(rows, every),
-        runs,
+        {"All columns": _table(rows, every), "All runs": _runs(part, final)},
     )
 
 
@@ -89,12 +87,18 @@ def _notes(part: Part, rows: Sequence[Mapping]) -> list[str]:
             "Not told apart: 'detectable' is the smallest difference that these seeds show with probability 80 %; "
             "'seeds needed' would show the difference found, by the spread of these seeds and the ends of its interval."
         )
-    if any(row["learning_rate_at_edge"] for row in rows):
-        notes.append("(edge): the best learning rate is the smallest or largest one: widen the learning rates.")
     if protocol.measure == "accuracy" and rows[0].get("accuracy_2x") is not None:
         notes.append("Accuracies at 2× and more are of the answers in the second half of sequences of that length.")
     if any(row["conforms"] is not None for row in rows):
         notes.append("Conforms: the largest error of a variant's operators, in units of its bound.")
+    return [*notes, *remarks(part, rows)]
+
+
+def remarks(part: Part, rows: Sequence[Mapping]) -> list[str]:
+    """Sentences on what went wrong, or may."""
+    notes = []
+    if len(part.protocol.rates) > 1 and any(row["learning_rate_at_edge"] for row in rows):
+        notes.append("(edge): the best learning rate is the smallest or largest one: widen the learning rates.")
     for row in rows:
         name = row["variant"]
         notes += [f"{name}: its operators do not conform."] * (row["conforms"] is False)
@@ -104,12 +108,21 @@ def _notes(part: Part, rows: Sequence[Mapping]) -> list[str]:
     return notes
 
 
-def _run(point: Point, variant: str, folder: Path) -> page.Run:
-    records = [r for r in metrics.read(folder / point.name / "metrics.jsonl") if r["split"] == "final"]
-    values = {name: records[-1][name] for name in ("loss", "accuracy") if records and name in records[-1]}
-    declared, fields = configs.declared(), point.config.fields
-    changed = {k: v for k, v in fields.items() if v != declared[k].default and k.rpartition(".")[2] not in point.values}
-    return page.Run(point.name, variant, point.values | values, changed)
+def _runs(part: Part, final: Mapping[str, list[Point]]) -> page.Table:
+    """All runs: their results, and the fields of their configs that are no defaults."""
+    keys, declared = [], configs.declared()
+    for name, points in final.items():
+        for point in points:
+            last = [r for r in metrics.read(part.folder / point.name / "metrics.jsonl") if r["split"] == "final"][-1:]
+            result = last[0].get(part.protocol.measure) if last else None
+            fields = {k: x for k, x in point.config.fields.items() if x != declared[k].default}
+            config = " ".join(f"{k}={x}" for k, x in fields.items())
+            keys.append([name, point.values["seed"], point.values["learning_rate"], result, point.name, config])
+    head = ["variant", "seed", "learning rate", part.protocol.measure, "folder", "config, where it is no default"]
+    texts = [
+        ["" if key is None else f"{key:.5g}" if isinstance(key, float) else f"{key}" for key in row] for row in keys
+    ]
+    return page.Table([head, *texts], keys)
 
 
 def _learning(curves: Mapping, flops: Mapping[str, float | None], timed: bool) -> list[Chart]:

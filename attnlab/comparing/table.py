@@ -78,9 +78,7 @@ def rows(
         measure: np.array([[protocols.result(workdir, measure) for workdir in of_variant] for of_variant in workdirs])
         for measure in dict.fromkeys((protocol.measure, "loss"))
     }
-    curves = [[protocols.curve(workdir) for workdir in of_variant] for of_variant in workdirs]
-    seconds = min((curve[-1, 1] for of_variant in curves for curve in of_variant if len(curve)), default=math.nan)
-    at_time = np.array([[protocols.loss_at(curve, seconds) for curve in of_variant] for of_variant in curves])
+    at_time = _at_equal_time(workdirs)
     sign = -1 if protocol.measure == "accuracy" else 1  # the lower result is the better one
     resolution = protocols.resolution(points[0][0].config, protocol.measure)
     compared = [None, *statistics.differences(sign * results[protocol.measure], resolution)]
@@ -104,6 +102,20 @@ def rows(
         }
         for n, variant in enumerate(variants)
     ]
+
+
+def _at_equal_time(workdirs: Sequence[Sequence[Path]]) -> np.ndarray:
+    """The losses of all runs after as many seconds as the fastest run takes; a run that diverged has that of chance."""
+    curves = [[protocols.curve(workdir) for workdir in of_variant] for of_variant in workdirs]
+    ended = [[not protocols.diverged(workdir) for workdir in of_variant] for of_variant in workdirs]
+    ends = [c[-1, 1] for found, whole in zip(curves, ended) for c, is_whole in zip(found, whole) if is_whole and len(c)]
+    seconds = min(ends, default=math.nan)
+    return np.array(
+        [
+            [protocols.loss_at(c, seconds) if is_whole else protocols.result(at) for c, is_whole, at in zip(*of)]
+            for of in zip(curves, ended, workdirs)
+        ]
+    )
 
 
 def _mean(name: str, results: np.ndarray) -> dict:
@@ -150,7 +162,7 @@ def _sentence(row: Mapping, first: str, measure: str, timed: bool) -> str:
     half, p = row[f"difference_{measure}_interval"], row["difference_p"]
     if verdict == statistics.OPEN:
         needed = row["difference_seeds_needed"] and _cell("difference_seeds_needed", row)
-        seeds = f"; {needed} seeds would decide it" if needed else ""
+        seeds = f"; {needed} would decide it" if needed else ""
         of = f"{difference:+.3f}" + (f" ± {half:.3f}" if half is not None else "") + _unit(measure)
         text = f"{name} and {first} are not told apart after as many tokens: {of} (p = {p:.2g}, {count}{seeds})"
     else:

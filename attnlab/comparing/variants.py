@@ -95,7 +95,7 @@ def options_of(name: str, what) -> tuple[tuple[str, ...], str]:
 def _layers(name: str, value) -> tuple[list[str], str]:
     """The options and the code of a config of layers, a class, a mask, a score mod, or a function of scores."""
     if isinstance(value, LayerConfig):
-        declared, values = options(value), option_values(value)
+        declared, values = options(type(value)), option_values(value)
         own = {field: x for field, x in values.items() if x != declared[field].default}
         kind = value.kind
         return [

@@ -68,4 +68,9 @@ def test_model_without_a_specification_has_no_verdict(kind, tmp_path):
 def test_table_shows_the_largest_error_or_no():
     found = (("a", True), ("b", False), ("c", None))
     rows = [{"variant": name, "conforms": ok, "conforms_worst": 0.5} for name, ok in found]
-    assert table.cells(rows) == [["variant", "conforms"], ["a", "0.50"], ["b", "no"], ["c", ""]]
+    assert table.cells(rows, ["variant", "conforms"]) == [
+        ["variant", "conforms"],
+        ["a", "0.50"],
+        ["b", "no"],
+        ["c", ""],
+    ]

@@ -12,6 +12,7 @@ from attnlab.comparing import protocol, table
 from attnlab.comparing.protocol import Protocol
 from attnlab.comparing.variants import Variant
 from attnlab.support.errors import UserError
+from attnlab.support.tables import as_text
 
 
 def run(folder, *records):
@@ -110,19 +111,40 @@ def test_table_counts_runs_that_diverged_and_pairs_seeds(rows):
     assert two["difference_loss"] == pytest.approx(two["loss"] - one["loss"]) and two["verdict"] == "not told apart"
     assert all(value is None for name, value in one.items() if name.startswith(("difference_", "verdict")))
     assert (one["loss_1x"], one["loss_2x"], one["loss_4x"], two["loss_1x"]) == (1.0, 3.0, None, None)
-    # After 2.25 s, the least of 9, 4.5 and 2.25: the first run is 1.25 s into 8, the second one 1.75 s into 4.
-    assert one["loss_at_equal_time"] == pytest.approx((2 - 1.25 / 8 + 2 - 0.8 * 1.75 / 4 + 1.1) / 3)
-    assert two["loss_at_equal_time"] is None  # when its runs are over
+    # After 1.125 s, when the fastest run ends: the first run is 0.125 s into 8, the second one 0.625 s into 4.
+    assert one["loss_at_equal_time"] == pytest.approx((2 - 0.125 / 8 + 2 - 0.8 * 0.625 / 4 + 2 - 0.9 * 0.875 / 2) / 3)
+    assert two["loss_at_equal_time"] == pytest.approx(two["loss"])  # it is the fastest; chance counts where it diverged
     assert (one["train_tokens_per_second"], two["train_tokens_per_second"]) == (20.0, 80.0)
 
 
 def test_table_comes_back_as_it_was(rows, tmp_path):
-    table.write(rows, tmp_path, ["a note"])
+    table.write(rows, tmp_path, table.sentences(rows, "loss"), ["a note"])
     assert comparing.read(tmp_path) == rows
     assert next(iter(rows[0])) == "variant"
     text = (tmp_path / "table.md").read_text().splitlines()
-    assert text[0].startswith("| variant | loss |") and text[-1] == "a note" and len(text) == 6
-    assert len(table.as_text(table.cells(rows)).splitlines()) == 3
+    assert text[0].startswith("two and one are not told") and text[2].startswith("| variant | loss |")
+    assert text[-1] == "a note" and len(text) == 8
+
+
+def test_sentence_says_by_how_much_on_what_evidence_and_whether_time_agrees():
+    row = {"variant": "b", "seeds": 5, "difference_loss": -0.1724, "difference_loss_interval": 0.0049}
+    row |= {"difference_p": 2e-5, "verdict": "better", "verdict_at_equal_time": "worse"}
+    assert table.sentences([{"variant": "a"}, row], "loss") == [
+        "b is better than a by 0.172 ± 0.005 nats after as many tokens (p < 0.001, five seeds), but worse after as "
+        "many seconds."
+    ]
+    assert table.sentences([{"variant": "a"}, row], "loss", timed=False)[0].endswith("five seeds).")
+    row |= {"verdict": "not told apart", "difference_p": 0.31, "difference_seeds_needed": 24}
+    row |= {"difference_seeds_needed_low": 9, "difference_seeds_needed_high": 1000}
+    (text,) = table.sentences([{"variant": "a"}, row], "loss")
+    assert "are not told apart" in text and "p = 0.31, five seeds; 24 (9 to ≥ 1,000) would decide" in text
+
+
+def test_terminal_table_folds_words_and_no_intervals():
+    cells = [["variant", "loss", "verdict"], ["a long name of a variant", "1.4901 ± 0.0110", "not told apart"]]
+    assert len(as_text(cells, width=200).splitlines()) == 2
+    narrow = as_text(cells, width=40)
+    assert max(map(len, narrow.splitlines())) <= 40 and "1.4901 ± 0.0110" in narrow
 
 
 def test_names_are_no_markdown():

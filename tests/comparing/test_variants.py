@@ -5,7 +5,10 @@ import re
 
 import pytest
 
-from attnlab.comparing.variants import Variant, config_of, matched, parse, size
+from attnlab.comparing.variants import Variant, config_of, made, matched, parse, size
+from attnlab.masks import SlidingWindow
+from attnlab.nn import AttentionConfig
+from attnlab.score_mods import ScoreFn
 from attnlab.support.errors import UserError
 from attnlab.sweeping import grid
 
@@ -16,12 +19,24 @@ def test_variants_of_a_file_are_texts_or_dictionaries_and_come_after_those_of_th
     file = tmp_path / "mine.py"
     one = "model.width=16 model.attention.sinks=True"
     file.write_text(f"VARIANTS = {{'one': '{one}', 'two': {{'data.path': '/my texts/a.txt'}}}}")
-    assert parse(["zero:"], str(file)) == [
+    assert made(parse(["zero:"], str(file))) == [
         Variant("zero"),
         Variant("one", ("--config.model.width=16", "--config.model.attention.sinks=True")),
         Variant("two", ("--config.data.path=/my texts/a.txt",)),
     ]
-    assert [variant.name for variant in parse([], "compare_positions")][:2] == ["rotary", "alibi"]
+    assert list(parse([], "compare_positions"))[:2] == ["rotary", "alibi"]
+
+
+def test_python_values_make_variants_whose_code_is_that_of_the_value():
+    def near(score, b, h, i, j):
+        return score - 0.1 * (i - j)
+
+    values = {"a": AttentionConfig(window=4), "b": SlidingWindow(left=4), "c": ScoreFn(near)}
+    a, b, c = made(values)
+    assert a == Variant("a", ("--config.model.layers=attention", "--config.model.attention.window=4"))
+    assert b.options == (f"--config.model.layers=b_{b.code}",) and len({a.code, b.code, c.code}) == 3
+    assert made(values | {"b": SlidingWindow(left=5)})[1].code != b.code == made(values)[1].code
+    assert config_of((*OPTIONS, *b.options)).model.layers[0].kind == f"b_{b.code}"
 
 
 def test_names_of_folders_differ_where_names_do():
@@ -34,16 +49,17 @@ def test_names_of_folders_differ_where_names_do():
     [
         (["alibi"], 'expected "NAME: FIELD=VALUE FIELD=VALUE"'),
         ([": seed=3"], 'expected "NAME: FIELD=VALUE FIELD=VALUE"'),
-        (["a: model.widht=3"], "--variant='a': config.model.widht .*did you mean model.width"),
-        (["a: model.width"], "--variant='a': config.model.width has no value"),
-        (["a: seed=3"], "--variant='a': config.seed is chosen"),
-        (["a: model.mlp='gated"], "--variant='a': No closing quotation"),
-        (["a:", "a: model.width=3"], "--variant='a' is given twice"),
+        (["a: model.widht=3"], "variant 'a': config.model.widht .*did you mean model.width"),
+        (["a: model.width"], "variant 'a': model.width: expected FIELD=VALUE"),
+        (["a: seed=3"], "variant 'a': config.seed is chosen"),
+        (["a: model.mlp='gated"], "variant 'a': .*No closing quotation"),
+        (["a:", "a: model.width=3"], "--variant='a' is there twice"),
+        (["a:"], "one variant: .*--variant"),
     ],
 )
 def test_mistake_in_a_variant_is_named(given, message):
     with pytest.raises(UserError) as error:
-        parse(given, None)
+        made(parse(given, None))
     assert re.search(message, str(error.value))
 
 
