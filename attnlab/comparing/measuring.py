@@ -1,6 +1,6 @@
 """Measure a variant's costs, and its losses beyond the context, on its finished runs.
 
-python -m attnlab.comparing.measuring [--import=FILE] OUT.json WORKDIR WORKDIR …
+python -m attnlab.comparing [--import=FILE] OUT.json WORKDIR WORKDIR …
 """
 
 import contextlib
@@ -185,7 +185,3 @@ def _mean_losses(run: loading.Run, config: RunConfig, workdir: Path) -> np.ndarr
         of_positions, windows = jax.device_get(losses(run.params["params"], batches[number]))
         sums, count = sums + of_positions.astype(np.float64), count + windows
     return sums / count
-
-
-if __name__ == "__main__":
-    sys.exit(main())
