@@ -125,6 +125,9 @@ def test_saved_kind_needs_an_imported_file_of_its_code(file, tmp_path):
     custom.import_file(file)
     saved = code("near", "gru")
     custom.check_imported(saved, "runs/x")
+    layers = {kind: GPT.of(layers=kind).config.layers for kind in ("near", "gru")}
+    version = custom.version(layers["near"])
+    assert len(version) == 6 and custom.version(layers["gru"]) == ""
     forget()
     with pytest.raises(ValueError, match="layers = 'near': no kind 'near'"):
         GPT.of(layers="near")
@@ -134,8 +137,10 @@ def test_saved_kind_needs_an_imported_file_of_its_code(file, tmp_path):
     copy.write_text(SOURCE.replace("0.6", "0.7") + "# of a comment, and another layer")
     custom.import_file(copy)
     custom.check_imported(saved, "runs/x")
+    assert custom.version(layers["near"]) == version
     file.write_text(SOURCE.replace("0.1 *", "0.2 *"))
     custom.import_file(file)
+    assert custom.version(layers["near"]) != version
     with pytest.raises(UserError, match="the code of 'near' in .*mine.py has changed since runs/x began: restore it"):
         custom.check_imported(saved, "runs/x")
 
