@@ -34,7 +34,7 @@ from attnlab.types import Array
 
 
 class Source(NamedTuple):
-    """The file of a kind, or a name for its cell, its text, and the sha256 of the code that the kind reaches in it."""
+    """The file of a kind, or a name for its cell; its text, and the sha256 of the code that the kind reaches in it."""
 
     path: Path
     text: str
@@ -64,7 +64,7 @@ class Plain(Layer):
 
     def forward(self, x, context: Context, cache: Inputs | None = None) -> LayerOut:
         """A pass of the module over x, or over the newest inputs, as many as the cache holds."""
-        for name, remedy in {"mask": "leave it out", "segments": "leave them out, and config.data.packing"}.items():
+        for name, remedy in {"mask": "pass None", "segments": "pass None, or config.data.packing=stream"}.items():
             if getattr(context, name) is not None:
                 raise UserError(f"{type(self).__name__} is a plain module, which takes no {name}: {remedy}")
         new = x.shape[1]
@@ -91,7 +91,9 @@ class Plain(Layer):
         return Inputs(jnp.zeros((batch, capacity, features), dtype), jnp.zeros(batch, jnp.int32))
 
     def _pass(self, x):
-        return self.plain.__call__(self, x, **_options(self.plain.__call__)).astype(x.dtype)
+        call = self.plain.__call__
+        options = {"deterministic": True} if "deterministic" in inspect.signature(call).parameters else {}
+        return call(self, x, **options).astype(x.dtype)
 
 
 def register(value: type[nn.Module] | type[LayerConfig] | ScoreMod | Mask | Callable, name: str | None = None) -> str:
@@ -326,18 +328,4 @@ def _is_part(value) -> bool:
         return True
     if inspect.isfunction(value):
         return list(inspect.signature(value).parameters) == ["score", "b", "h", "i", "j"]
-    return _is_class(value, nn.Module) and _takes_inputs(value) and not _without_default(value)
-
-
-def _takes_inputs(module: type[nn.Module]) -> bool:
-    """Whether a module is called with its inputs alone."""
-    call = next((vars(base)["__call__"] for base in module.__mro__ if "__call__" in vars(base)), None)
-    try:
-        return bool(inspect.signature(call).bind(None, None, **_options(call)))
-    except TypeError:
-        return False
-
-
-def _options(call) -> dict[str, bool]:
-    """The arguments of a plain module's call besides its inputs."""
-    return {"deterministic": True} if "deterministic" in inspect.signature(call).parameters else {}
+    return _is_class(value, nn.Module) and not _without_default(value)

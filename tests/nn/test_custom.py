@@ -95,7 +95,7 @@ def test_plain_module_is_a_layer_that_decodes_by_passes_over_its_newest_inputs(f
     for token in np.split(x, 5, axis=1):
         out, cache = step(token, cache)
     np.testing.assert_allclose(out[:, 0], layer.apply(params, x[:, 2:])[:, -1], rtol=1e-5, atol=1e-5)
-    with pytest.raises(UserError, match="^Running is a plain module, which takes no segments: leave them out, "):
+    with pytest.raises(UserError, match="^Running is a plain module, which takes no segments: pass None, or "):
         layer.apply(params, x, segments=np.zeros((2, 5), int))
 
 
