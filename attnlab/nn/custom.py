@@ -107,7 +107,7 @@ def register(value: type[nn.Module] | type[LayerConfig] | ScoreMod | Mask | Call
       name: of the kind; the name of the class or function for None.
 
     Raises:
-      UserError: a value of another type, a class whose source is in no file and no cell of a notebook, a field without
+      UserError: a value of another type, a class of no file and without methods of a notebook's cell, a field without
         a default, a name in use.
 
     >>> from attnlab.score_mods import SoftCap
@@ -304,7 +304,7 @@ def _source_of(value) -> Source:
         path = Path(inspect.getsourcefile(value)).absolute()
     except (TypeError, OSError) as error:
         remedy = "write it into a file, so that a run can find it"
-        raise UserError(f"{value!r} is of no file, and of no cell of a notebook: {remedy}") from error
+        raise UserError(f"{value!r} is of no file, and no method of it of a notebook's cell: {remedy}") from error
     return Source.of(path, _text(path), name)
 
 

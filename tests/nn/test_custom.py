@@ -110,7 +110,7 @@ def test_code_of_a_cell_of_a_notebook_is_its_text():
 @pytest.mark.parametrize(
     "value, name, message",
     [
-        (int, None, "is of no file, and of no cell of a notebook: write it into a file"),
+        (int, None, "is of no file, and no method of it of a notebook.s cell: write it into"),
         (lambda score, b, h, i, j: score, None, "'<lambda>': expected a name such as 'mine'"),
         (nn.Dense, None, "Dense is the class Dense: expected a subclass of attnlab.nn.Layer or LayerConfig, a module"),
         (UserError, None, "UserError is the class UserError: expected a subclass of attnlab.nn.Layer or LayerConfig"),
