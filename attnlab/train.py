@@ -34,9 +34,8 @@ from attnlab import commands, compilation
 from attnlab import config as configs
 from attnlab.config import RunConfig
 from attnlab.nn import custom
-from attnlab.nn.layer import Layer
 from attnlab.ops.masks import Mask
-from attnlab.ops.score_mods import ScoreMod
+from attnlab.ops.score_mods import ScoreMods
 from attnlab.support import status
 from attnlab.training import metrics, processes
 from attnlab.training import run as runs
@@ -62,9 +61,9 @@ def train(
     *,
     eval_only: bool = False,
     own_process: bool = False,
-    layers: type[Layer] | None = None,
+    layers: type[nn.Module] | None = None,
     mask: Mask | None = None,
-    score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None,
+    score_mod: ScoreMods | None = None,
     model: nn.Module | None = None,
     optimizer: optax.GradientTransformation | None = None,
     on_step: Callable[[int, dict], None] | None = None,
@@ -82,7 +81,8 @@ def train(
       own_process: a signal before the first step, and a second one, end the process; otherwise they raise
         KeyboardInterrupt.
       layers: a class of layers in place of `config.model.layers`, see `attnlab.nn.register`.
-      mask, score_mod: for all layers of the config's GPT. Pass equal ones when resuming.
+      mask, score_mod: for all layers of the config's GPT; a function `fn(score, b, h, i, j)` is a score mod as well.
+        Pass equal ones when resuming.
       model: a linen module in place of the GPT of `config.model`, of which only `context` is then used. Its only
         collection is `params`. It is called with int32 tokens `[B, T]`, in training with `deterministic=False` and
         `dropout_key=` a key for each sequence `[B]`, for `config.data.packing = "documents"` with `segments=`, int32

@@ -88,7 +88,7 @@ def test_imported_file_that_no_layer_is_from_is_an_error(trained, tmp_path, caps
 
 def test_train_takes_layers_mask_and_score_mod(tmp_path, capsys):
     config = quick(steps=2, sample__length=0)
-    passed = {"mask": SlidingWindow(left=3), "score_mod": SoftCap(5.0)}
+    passed = {"mask": SlidingWindow(left=3), "score_mod": lambda score, b, h, i, j: score - 0.1 * (i - j)}
     assert train.train(config, tmp_path / "parts", **passed) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f'load it in Python with: attnlab.load("{tmp_path}/parts", mask=…, score_mod=…)'

@@ -6,6 +6,7 @@ import graphlib
 import importlib.util
 import inspect
 import json
+import linecache
 import pkgutil
 import re
 import shlex
@@ -190,8 +191,10 @@ def pages_with_python():
 @pytest.mark.parametrize("page", list(pages_with_python()))
 def test_python_blocks_of_a_page_run(page):
     names = {}
-    for block in blocks(page, "python"):
-        exec(block, names)
+    for n, block in enumerate(blocks(page, "python")):
+        name = f"<{page.name} {n}>"
+        linecache.cache[name] = len(block), None, block.splitlines(True), name  # as that of a notebook's cell
+        exec(compile(block, name, "exec"), names)
 
 
 def test_readme_fits_a_screen_and_its_pictures_are_small():

@@ -329,12 +329,17 @@ def _measure(final, folder: Path, runner: training_runs.Runner) -> dict[str, dic
         files[name] = logs / f"{workdirs[0].name}-{protocols.digest(workdirs)}.json"
         if not files[name].exists():
             code = (f"--import={file}" for file in custom.files())
-            words[f"measuring {workdirs[0].name}"] = ["attnlab.comparing.__main__", *code, str(files[name]), *map(str, workdirs)]
+            words[f"measuring {workdirs[0].name}"] = [
+                "attnlab.comparing.__main__",
+                *code,
+                str(files[name]),
+                *map(str, workdirs),
+            ]
     if not runner.jobs:
         for name, (_, *arguments) in words.items():
             print(name, flush=True)
             with (logs / f"{name}.txt").open("a") as log, contextlib.redirect_stdout(log):
-                measuring.main([name, *arguments])
+                measuring.main([name, *(word for word in arguments if not word.startswith("--import="))])
         words = {}
     for ended in workers.run(words, 1, logs, runner.lock, lambda name: print(name, flush=True)):
         if ended.error:

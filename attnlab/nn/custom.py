@@ -11,32 +11,38 @@ import dataclasses
 import hashlib
 import importlib.util
 import inspect
+import linecache
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
 from attnlab.nn.config import KINDS, ModelConfig
-from attnlab.nn.layer import Layer, LayerConfig
+from attnlab.nn.layer import Context, Layer, LayerConfig, LayerOut
 from attnlab.nn.mixers.interface import RecurrentConfig, RecurrentMixer
-from attnlab.nn.multihead import AttentionConfig, MultiHeadAttention
+from attnlab.nn.multihead import AttentionConfig, MultiHeadAttention, as_tuple
 from attnlab.ops.mask_algebra import Mask
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.support import files as contents
 from attnlab.support.errors import UserError
+from attnlab.types import Array
 
 
 class Source(NamedTuple):
-    """The file of a kind, its text, and the sha256 of the code that the kind reaches in it."""
+    """The file of a kind, or a name for its cell; its text, and the sha256 of the code that the kind reaches in it."""
 
     path: Path
     text: str
     sha256: str
 
     @classmethod
-    def of(cls, path: Path, name: str) -> "Source":
-        """The source of a name in a file."""
-        text = _text(path)
+    def of(cls, path: Path, text: str, name: str) -> "Source":
+        """The source of a name in a text."""
         return cls(path, text, hashlib.sha256(reached(text, name).encode()).hexdigest())
 
 
@@ -44,43 +50,90 @@ _BUILT_IN = frozenset(KINDS.values())
 _SOURCES: dict[str, Source] = {}  # by kind
 
 
-def register(value: type[Layer] | type[LayerConfig] | ScoreMod | Mask, name: str | None = None) -> str:
+class Inputs(NamedTuple):
+    """The cache of a plain module: the newest inputs of each sequence, in their order, and the number of all."""
+
+    inputs: Float[Array, "B S F"]
+    length: Int[Array, " B"]
+
+
+class Plain(Layer):
+    """A module from `[B, T, F]` to `[B, T, F]` as a layer: each step of decoding is a pass over its inputs so far."""
+
+    plain: ClassVar[type[nn.Module]]
+
+    def forward(self, x, context: Context, cache: Inputs | None = None) -> LayerOut:
+        """A pass of the module over x, or over the newest inputs, as many as the cache holds."""
+        for name, remedy in {"mask": "pass None", "segments": "pass None, or config.data.packing=stream"}.items():
+            if getattr(context, name) is not None:
+                raise UserError(f"{type(self).__name__} is a plain module, which takes no {name}: {remedy}")
+        new = x.shape[1]
+        lengths = jnp.full(len(x), new) if context.lengths is None else context.lengths
+        x = jnp.where((jnp.arange(new) < lengths[:, None])[..., None], x, 0)
+        if cache is None:
+            return LayerOut(self._pass(x))
+        if new > (capacity := cache.inputs.shape[1]):
+            raise ValueError(f"{new} tokens do not fit a cache of {capacity}: prefill only the last {capacity}")
+        held = jnp.minimum(cache.length, capacity)
+        start = jnp.maximum(held + lengths - capacity, 0)
+
+        def padded(y):
+            return jnp.pad(y, ((0, 0), (0, new), (0, 0)))
+
+        update = jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))
+        take = jax.vmap(jax.lax.dynamic_slice_in_dim, (0, 0, None))
+        inputs = take(update(padded(cache.inputs), x.astype(cache.inputs.dtype), held, 0), start, capacity)
+        out = take(padded(self._pass(inputs.astype(x.dtype))), held - start, new)
+        return LayerOut(out, Inputs(inputs, cache.length + lengths))
+
+    def init_cache(self, batch, features, capacity=0):
+        dtype = getattr(self, "dtype", None) or jnp.float32
+        return Inputs(jnp.zeros((batch, capacity, features), dtype), jnp.zeros(batch, jnp.int32))
+
+    def _pass(self, x):
+        call = self.plain.__call__
+        options = {"deterministic": True} if "deterministic" in inspect.signature(call).parameters else {}
+        return call(self, x, **options).astype(x.dtype)
+
+
+def register(value: type[nn.Module] | type[LayerConfig] | ScoreMod | Mask | Callable, name: str | None = None) -> str:
     """Make a layer a kind, and return its name for `layers`.
 
     Args:
       value: a class of layers, such as a subclass of `CausalMixer` or `MultiHeadAttention`, whose options are the
-        fields that it declares by `option`; a subclass of `LayerConfig`, which says more; a score mod or a mask, with
-        which softmax attention is then computed.
-      name: of the kind; the class's name for None.
+        fields that it declares by `option`; a subclass of `LayerConfig`, which says more; a `flax.linen.Module` whose
+        `__call__(x)` maps `[B, T, F]` to `[B, T, F]`; a score mod, also as a function `fn(score, b, h, i, j)`, or a
+        mask, with which softmax attention is then computed.
+      name: of the kind; the name of the class or function for None.
 
     Raises:
-      UserError: a value of another type, a class that no file defines, a field without a default, a name in use.
+      UserError: a value of another type, a class of no file and without methods of a notebook's cell, a field without
+        a default, a name in use.
 
     >>> from attnlab.score_mods import SoftCap
     >>> GPT.of(layers=register(SoftCap(5.0), "capped"), width=8, num_heads=2).config.layers[0].kind
     'capped'
     """
-    if isinstance(value, type):
-        kind = name or (value.kind if _is_class(value, LayerConfig) else value.__name__)
-        return _add(value, kind, Source.of(_file_of(value), value.__name__))
-    if name is None:
+    if name is None and not _is_code(value):
         raise UserError(f"{type(value).__name__}(…) needs a name: register(value, name)")
-    return _add(value, name, None)
+    kind = name or (value.kind if _is_class(value, LayerConfig) else value.__name__)
+    is_named = _is_code(value) and value.__name__ != "<lambda>"
+    return _add(value, kind, _source_of(value) if is_named else None)
 
 
 def import_file(file: str | Path) -> list[str]:
     """Run a file, and return the kinds that it defines; UserError for a file that fails or has none."""
     path = Path(file).expanduser().absolute()
-    module = _run(path)
+    module, text = _run(path), _text(path)
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    defined = {n: x for n, x in public.items() if not isinstance(x, type) or x.__module__ == module.__name__}
-    parts = {name: value for name, value in defined.items() if _is_part(value)}
+    own = {n: x for n, x in public.items() if not _is_code(x) or x.__module__ == module.__name__}
+    parts = {name: value for name, value in own.items() if _is_part(value)}
     if not parts:
         raise UserError(f"--import={file}: it defines no layer, score mod or mask")
     configs = [value for value in parts.values() if _is_class(value, LayerConfig)]
     described = {config.module for config in configs}
     return [
-        _add(value, value.kind if value in configs else name, Source.of(path, name))
+        _add(value, value.kind if value in configs else name, Source.of(path, text, name))
         for name, value in parts.items()
         if value not in described
     ]
@@ -200,18 +253,27 @@ def _config_of(value, name: str) -> type[LayerConfig]:
     if not _is_part(value):
         shown = f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
         raise UserError(
-            f"{name} is {shown}: expected a subclass of attnlab.nn.Layer or LayerConfig, a score mod or a mask"
+            f"{name} is {shown}: expected a subclass of attnlab.nn.Layer or LayerConfig, a module of one input whose "
+            "fields have defaults, a score mod, a function of (score, b, h, i, j) or a mask"
         )
     if not isinstance(value, type):
-        field = "score_mod" if isinstance(value, ScoreMod) else "mask"
+        field, value = ("mask", value) if isinstance(value, Mask) else ("score_mod", as_tuple(value)[0])
         content = {field: value, "__annotations__": {field: ClassVar[Any]}, "__doc__": f"Attention with {name}."}
         return type(name, (AttentionConfig,), content, kind=name)
-    for field in dataclasses.fields(value):
-        if field.init and field.default is field.default_factory is dataclasses.MISSING and field.name != "num_heads":
-            raise UserError(f"{name}: its field {field.name} has no default: give it one")
+    if missing := _without_default(value):
+        raise UserError(f"{name}: its field {missing[0]} has no default: give it one")
+    if not issubclass(value, Layer):
+        content = {"plain": value, "__module__": value.__module__, "__doc__": value.__doc__}
+        value = type(value.__name__, (Plain, value), content)
     bases = {MultiHeadAttention: AttentionConfig, RecurrentMixer: RecurrentConfig, Layer: LayerConfig}
     base = next(config for layer, config in bases.items() if issubclass(value, layer))
     return type(f"{name}Config", (base,), {"__doc__": value.__doc__}, of=value, kind=name)
+
+
+def _without_default(module: type[nn.Module]) -> list[str]:
+    """The fields of a module that a model cannot fill."""
+    fields = (field for field in dataclasses.fields(module) if field.init and field.name != "num_heads")
+    return [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
 
 
 def _run(path: Path):
@@ -230,12 +292,20 @@ def _run(path: Path):
     return sys.modules[name]
 
 
-def _file_of(value: type) -> Path:
-    """The file that defines a class."""
+def _source_of(value) -> Source:
+    """The source of a class or a function: its cell's, in a notebook or an interpreter, or its file's."""
+    name = value.__name__
+    functions = filter(inspect.isfunction, vars(value).values() if isinstance(value, type) else [value])
+    for file in (inspect.unwrap(function).__code__.co_filename for function in functions):
+        text = "" if Path(file).exists() else "".join(linecache.getlines(file))
+        if any(name in _defined(node) for node in ast.parse(text).body):
+            return Source.of(Path(f"{name}.py"), text, name)
     try:
-        return Path(inspect.getsourcefile(value)).absolute()
-    except TypeError as error:
-        raise UserError(f"{value!r} is not a class of a file: write it into one, so that a run can find it") from error
+        path = Path(inspect.getsourcefile(value)).absolute()
+    except (TypeError, OSError) as error:
+        remedy = "write it into a file, so that a run can find it"
+        raise UserError(f"{value!r} is of no file, and no method of it of a notebook's cell: {remedy}") from error
+    return Source.of(path, _text(path), name)
 
 
 def _text(path: Path) -> str:
@@ -249,5 +319,13 @@ def _is_class(value, base) -> bool:
     return isinstance(value, type) and issubclass(value, base)
 
 
+def _is_code(value) -> bool:
+    return isinstance(value, type) or inspect.isfunction(value)
+
+
 def _is_part(value) -> bool:
-    return _is_class(value, Layer | LayerConfig) or isinstance(value, ScoreMod | Mask)
+    if _is_class(value, Layer | LayerConfig) or isinstance(value, ScoreMod | Mask):
+        return True
+    if inspect.isfunction(value):
+        return list(inspect.signature(value).parameters) == ["score", "b", "h", "i", "j"]
+    return _is_class(value, nn.Module) and not _without_default(value)

@@ -1,5 +1,6 @@
 """Multi-head attention."""
 
+import inspect
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from attnlab.ops.attention import attention, attention_weights, implementations
 from attnlab.ops.checks import known_keywords
 from attnlab.ops.cpu import products
 from attnlab.ops.masks import Causal, Dense, Mask, Padding, Segments, SlidingWindow, join
-from attnlab.ops.score_mods import ALiBi, Forget, ScoreMod, SoftCap, alibi_slopes
+from attnlab.ops.score_mods import ALiBi, Forget, ScoreFn, ScoreMod, ScoreMods, SoftCap, alibi_slopes
 from attnlab.support.options import FieldError, option
 from attnlab.types import Array, DType
 
@@ -44,7 +45,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
       qkv_bias: whether the query, key and value projections add a bias; None for `use_bias`.
       mask: which keys each query may attend to; and-ed with the mask of the call. A bool array counts as
         `masks.Dense`. Pass masks with traced arrays to the call.
-      score_mod, impl: see `attnlab.attention`.
+      score_mod, impl: see `attnlab.attention`; a function `fn(score, b, h, i, j)` counts as a `ScoreFn`.
       dropout_rate: probability of dropping an attention weight.
       rotary: rotary positions of queries and keys, or their base alone; None for no rotary positions.
       qk_norm: normalize queries and keys over D, without biases (`query_ln`, `key_ln`, like Flax's `normalize_qk`).
@@ -111,9 +112,9 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
 
     def operands(self, batch: int, length: int, features: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """q, k and v of the operator, for inputs of width `features`."""
-        cache = jax.eval_shape(lambda: self.init_cache(batch, features, length))
-        q = jax.ShapeDtypeStruct((batch, length, self.num_heads, cache.key.shape[-1]), cache.key.dtype)
-        return q, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (cache.key, cache.value))
+        keys, values = self._of_keys(features), self._of_values(features)
+        sizes, dtype = ((self.num_heads, keys[1]), keys, values), self.dtype or jnp.float32
+        return tuple(jax.ShapeDtypeStruct((batch, length, *size), dtype) for size in sizes)
 
     @known_keywords
     def __call__(
@@ -172,7 +173,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         q, k, v = self.project(x, memory, context)
         q, k, own = (taps.tap(self, name, y) for name, y in (("q", q), ("k", k), ("v", v)))
         k, v, terms, cache = self.extend(x, k, own, context, cache)
-        if inputs_kv is not None:
+        if inputs_kv is not None and cache is None:
             terms["kv_positions"] = None
         z, weights = self.attend(q, k, v, terms, context)
         z = seen(self, z, weights, v, "dropout_rate" in terms)
@@ -281,7 +282,7 @@ class SoftmaxConfig(LayerConfig):
     )
     rotary: Rotary = Rotary()
     mask: checks.MaskLike | None = None
-    score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None
+    score_mod: ScoreMods | None = None
 
     def __post_init__(self):
         if isinstance(self.mask, jax.Array | np.ndarray):
@@ -371,10 +372,9 @@ class ForgetConfig(AttentionConfig, kind="forget"):
 
 
 def as_tuple(score_mod) -> tuple[ScoreMod, ...]:
-    """A score mod, several, or None, as a tuple."""
-    if score_mod is None:
-        return ()
-    return score_mod if isinstance(score_mod, tuple) else (score_mod,)
+    """A score mod, several, or None, as a tuple; functions `fn(score, b, h, i, j)` become `ScoreFn`."""
+    mods = () if score_mod is None else score_mod if isinstance(score_mod, tuple) else (score_mod,)
+    return tuple(ScoreFn(mod) if inspect.isfunction(mod) else mod for mod in mods)
 
 
 def mask_of(layer, context: Context, cache) -> Mask | None:

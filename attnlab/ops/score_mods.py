@@ -5,6 +5,7 @@ A score mod is a pytree, like a mask: arrays in it are leaves and get gradients.
 """
 
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -223,6 +224,9 @@ class ScoreFn(elementwise.Function, ScoreMod):
     def for_tiles(self, score_type):
         fn, arrays = elementwise.without_closure(self.fn, (score_type, *(jnp.int32,) * 4), self.arrays)
         return ScoreFn(fn, *arrays)
+
+
+ScoreMods = ScoreMod | Callable | tuple[ScoreMod | Callable, ...]  # a function is one as `ScoreFn(function)`
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, " H"]:

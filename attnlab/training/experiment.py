@@ -22,7 +22,7 @@ from attnlab.nn.matrices import matrices_of
 from attnlab.nn.multihead import MultiHeadAttention, as_tuple
 from attnlab.ops.attention import Explanation, explain
 from attnlab.ops.masks import Mask
-from attnlab.ops.score_mods import Forget, ScoreMod
+from attnlab.ops.score_mods import Forget, ScoreMods
 from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel as parallel_lib
@@ -50,7 +50,7 @@ class Experiment:
         *,
         model: nn.Module | None = None,
         mask: Mask | None = None,
-        score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None,
+        score_mod: ScoreMods | None = None,
         optimizer: optax.GradientTransformation | None = None,
         parallel: parallel_lib.Parallel | None = None,
         extensions: Sequence[dict] = (),

@@ -11,7 +11,7 @@ from attnlab.data import tokenizers
 from attnlab.interop import huggingface
 from attnlab.nn import GPT
 from attnlab.ops.masks import Mask
-from attnlab.ops.score_mods import ScoreMod
+from attnlab.ops.score_mods import ScoreMods
 from attnlab.support.errors import UserError
 from attnlab.training.workdir import read_config, read_tokenizer
 
@@ -38,7 +38,7 @@ def load(
     *,
     model: nn.Module | None = None,
     mask: Mask | None = None,
-    score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None,
+    score_mod: ScoreMods | None = None,
 ) -> Run:
     """Load a run, or a Hugging Face model of any family that `interop.huggingface` reads.
 

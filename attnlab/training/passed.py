@@ -18,9 +18,8 @@ import numpy as np
 import optax
 
 from attnlab.nn import custom
-from attnlab.nn.layer import Layer
 from attnlab.ops.masks import Mask
-from attnlab.ops.score_mods import ScoreMod
+from attnlab.ops.score_mods import ScoreMods
 from attnlab.support.errors import UserError
 
 _INNER = {"parent", "name"}  # fields of every module
@@ -31,9 +30,9 @@ _PRECISIONS = ("float32", "bfloat16")
 class Passed(NamedTuple):
     """Arguments of `train` in place of a config's values, or besides them; None for the config's alone."""
 
-    layers: type[Layer] | None = None
+    layers: type[nn.Module] | None = None
     mask: Mask | None = None
-    score_mod: ScoreMod | tuple[ScoreMod, ...] | None = None
+    score_mod: ScoreMods | None = None
     model: nn.Module | None = None
     optimizer: optax.GradientTransformation | None = None
 

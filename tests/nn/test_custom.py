@@ -1,5 +1,8 @@
 """Layers, score mods and masks of a user: kinds by name where their file was run, and never run by a name alone."""
 
+import linecache
+
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from attnlab.nn import GPT, custom, register
 from attnlab.nn.config import KINDS
 from attnlab.score_mods import SoftCap
 from attnlab.support.errors import UserError
+from attnlab.testing import check_layer
 from tests.nn.user_parts import SOURCE, Doubling
 from tests.parameters import parameters
 
@@ -48,7 +52,7 @@ def code(*kinds):
 
 
 def test_public_parts_of_an_imported_file_are_kinds_of_layers(file):
-    assert custom.import_file(file) == custom.import_file(file) == ["near", "odd", "Average", "Shifted"]
+    assert custom.import_file(file) == custom.import_file(file) == ["odd", "near", "Running", "Average", "Shifted"]
     assert all(custom.is_custom(kind) for kind in ("near", "Shifted")) and not custom.is_custom("gru")
     for layers in ("near", "gru odd", "Average", "Shifted attention"):
         model = GPT.of(**SIZES, layers=layers)
@@ -81,10 +85,34 @@ def test_registered_class_or_value_is_a_kind():
     assert GPT.of(layers=f"{register(Doubling, 'twice')}*2 capped").config.layers[1].kernel_size == 4
 
 
+def test_plain_module_is_a_layer_that_decodes_by_passes_over_its_newest_inputs(file):
+    custom.import_file(file)
+    config = GPT.of(**SIZES, layers="Running").config
+    layer, x = config.layers[0].make(config), np.random.default_rng(0).standard_normal((2, 5, 8), np.float32)
+    assert layer.num_heads == 2 and check_layer(layer, features=8) == []
+    params, cache = parameters(layer, x), layer.init_cache(2, 8, capacity=3)
+    step = jax.jit(lambda x, cache: layer.apply(params, x, cache=cache))
+    for token in np.split(x, 5, axis=1):
+        out, cache = step(token, cache)
+    np.testing.assert_allclose(out[:, 0], layer.apply(params, x[:, 2:])[:, -1], rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match="^Running is a plain module, which takes no segments: pass None, or "):
+        layer.apply(params, x, segments=np.zeros((2, 5), int))
+
+
+def test_code_of_a_cell_of_a_notebook_is_its_text():
+    cell = "from attnlab.nn import GRU\nclass Own(GRU):\n  def mix(self, *args):\n    return super().mix(*args)"
+    linecache.cache["<cell>"] = len(cell), None, cell.splitlines(True), "<cell>"
+    exec(compile(cell, "<cell>", "exec"), names := {"__name__": "cell"})
+    (source,) = custom.sources(GPT.of(layers=register(names["Own"])).config.layers).values()
+    assert source == custom.Source.of(source.path, cell, "Own") and source.path.name == "Own.py"
+
+
 @pytest.mark.parametrize(
     "value, name, message",
     [
-        (int, None, "is not a class of a file"),
+        (int, None, "is of no file, and no method of it of a notebook.s cell: write it into"),
+        (lambda score, b, h, i, j: score, None, "'<lambda>': expected a name such as 'mine'"),
+        (nn.Dense, None, "Dense is the class Dense: expected a subclass of attnlab.nn.Layer or LayerConfig, a module"),
         (UserError, None, "UserError is the class UserError: expected a subclass of attnlab.nn.Layer or LayerConfig"),
         (SoftCap(5.0), None, r"SoftCap\(…\) needs a name: register\(value, name\)"),
         (5, "five", "five is of type int: expected a subclass"),

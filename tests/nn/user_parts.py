@@ -5,15 +5,34 @@ from attnlab.nn import CausalConv
 SOURCE = '''"""Attention that prefers near keys, one that skips even positions, and an average of the past."""
 from typing import ClassVar
 
+import flax.linen as nn
 import jax.numpy as jnp
 
 from attnlab.masks import MaskFn
 from attnlab.nn import AttentionConfig, LayerOut, MixerState, MultiHeadAttention, RecurrentMixer
-from attnlab.score_mods import ScoreFn
 from attnlab.support.options import option
 
-near = ScoreFn(lambda score, b, h, i, j: score - 0.1 * (i - j))
 odd = MaskFn(lambda b, h, i, j: (j % 2 == 1) | (i == j))
+
+
+def near(score, b, h, i, j):
+    return score - 0.1 * (i - j)
+
+
+class Sized(nn.Module):  # no layer, as a field has no default
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.width)(x)
+
+
+class Running(nn.Module):
+    num_heads: int = 1
+
+    @nn.compact
+    def __call__(self, x, deterministic):
+        return jnp.cumsum(Sized(x.shape[-1])(nn.Dropout(0.5)(x, deterministic)), axis=1)
 
 
 class Average(RecurrentMixer):
