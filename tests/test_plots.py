@@ -92,6 +92,20 @@ def test_lines_have_names_scales_and_bands(log):
     assert len(axes.collections) == 1
 
 
+def test_names_at_the_ends_of_lines_stand_apart_and_bands_have_absolute_ends():
+    series = {str(n): ([0, 1], [3, 1 + n / 1000]) for n in range(6)} | {"point": ([0.1], [2]), "empty": ([0], [np.nan])}
+    spread = {"0": ([2, np.nan], [4, np.nan]), "point": ([1], [5])}
+    figure = plots.panels({"": {"series": series, "x": "x", "y": "y", "spread": spread, "labels": "line"}}, "")
+    figure.draw_without_rendering()
+    (axes,), boxes = figure.axes, [text.get_window_extent() for text in figure.axes[0].texts]
+    assert [text.get_text() for text in axes.texts] == ["point", *map(str, range(6))]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    assert all(figure.bbox.x1 >= box.x1 > axes.bbox.x0 and box.y0 >= axes.bbox.y0 for box in boxes)
+    assert [text.get_color() for text in axes.texts[1:]] == [line.get_color() for line in axes.lines[:6]]
+    assert axes.collections[1].get_datalim(axes.transData).intervaly.tolist() == [1, 5]
+    assert not figure.get_suptitle() and axes.get_legend() is None
+
+
 def test_panels_give_a_name_one_color():
     panel = {"x": "x", "y": "y"}
     figure = plots.panels(

@@ -1,7 +1,6 @@
 """Curves of measurements and of runs."""
 
-import itertools
-import textwrap
+import math
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
@@ -9,32 +8,73 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from scipy.optimize import isotonic_regression
 
 from attnlab.plots import _style
 from attnlab.runs import metrics
 
 
-def lines(
+def curves(
+    axes: Axes,
     series: Mapping[str, tuple],
-    title: str,
     *,
     x: str,
     y: str,
     log: str = "",
-    spread: Mapping[str, Sequence[float]] | None = None,
+    spread: Mapping[str, Sequence] | None = None,
     dashed: Sequence[str] = (),
     markers: bool = True,
-) -> Figure:
+    labels: str = "legend",
+    colors: Mapping[str, str] | None = None,
+) -> None:
+    """Draw curves on `axes`.
+
+    Args:
+      axes: of matplotlib.
+      series: (xs, ys) by name; NaN leaves a gap.
+      x, y: axis labels, with the unit.
+      log: "x", "y" or "xy": logarithmic axes.
+      spread: by name, a deviation for each point, or a pair (low, high) of the ends at each point, drawn as a band.
+      dashed: names of dashed curves, such as a theoretical one.
+      markers: whether to mark the points.
+      labels: where the names stand: in a "legend", or at the right end of each "line".
+      colors: by name; by default of `COLORS`.
+
+    >>> figure, axes = plt.subplots()
+    >>> curves(axes, {"a": ([0, 1], [2, 1])}, x="step", y="loss", labels="line")
+    >>> [text.get_text() for text in axes.texts]
+    ['a']
+    """
+    colors, ends = dict(zip(series, _style.distinct(len(series)))) | dict(colors or {}), {}
+    for name, (xs, ys) in series.items():
+        look = {"color": colors[name], "marker": "o" if markers else "", "markersize": 3.5}
+        if name in dashed:
+            look = {"color": "#8d96a3", "linestyle": "--", "zorder": 1}
+        axes.plot(xs, ys, label=name, **look)
+        if spread and name in spread:
+            is_pair = np.ndim(spread[name]) == 2
+            low, high = spread[name] if is_pair else (np.subtract(ys, spread[name]), np.add(ys, spread[name]))
+            width = 0 if len(xs) > 1 else 1.5  # the band of a single point is a bar
+            axes.fill_between(xs, low, high, color=look["color"], alpha=0.18, linewidth=width)
+        if drawn := [point for point in zip(xs, ys) if np.isfinite(point).all()]:
+            ends[name] = *drawn[-1], look["color"]
+    _scale(axes, series, log)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.25)
+    if labels == "line" and ends:
+        _label_ends(axes, ends)
+    elif len(series) > 1:
+        axes.legend(frameon=False, fontsize=_style.LABEL_SIZE)
+
+
+def lines(series: Mapping[str, tuple], title: str, **options) -> Figure:
     """Curves on one pair of axes.
 
     Args:
       series: (xs, ys) by name.
       title: the finding.
-      x, y: axis labels, with the unit.
-      log: "x", "y" or "xy": logarithmic axes.
-      spread: by name, a deviation for each point, drawn as a band.
-      dashed: names of dashed curves, such as a theoretical one.
-      markers: whether to mark the points.
+      options: as for `curves`; `x` and `y` are needed.
 
     >>> figure = lines({"loss": ([0, 1], [2.0, 1.0])}, "The loss halves", x="step", y="loss (nats per token)")
     >>> figure.axes[0].get_ylabel()
@@ -42,12 +82,17 @@ def lines(
     """
     with plt.rc_context(_style.STYLE):
         figure, axes = plt.subplots(figsize=(6.4, 4))
-        curves(axes, series, x=x, y=y, log=log, spread=spread, dashed=dashed, markers=markers)
+        curves(axes, series, **options)
         return _style.finished(figure, title)
 
 
 def panels(drawn: Mapping[str, Mapping], title: str, *, columns: int = 2) -> Figure:
-    """Several panels of curves: panel titles mapped to the arguments of `lines`, except its title.
+    """Several panels of curves, in which a name has one colour.
+
+    Args:
+      drawn: by the panel's title, the arguments of `curves`, except its axes.
+      title: the finding; "" for none.
+      columns: panels per row.
 
     >>> panel = {"series": {"a": ([1, 2], [1, 2])}, "x": "n (tokens)", "y": "time (ms)"}
     >>> len(panels({"first": panel, "second": panel}, "Both grow").axes)
@@ -56,9 +101,9 @@ def panels(drawn: Mapping[str, Mapping], title: str, *, columns: int = 2) -> Fig
     with plt.rc_context(_style.STYLE):
         figure, grid = _style.subplots(len(drawn), columns, (5.0, 3.6))
         names = dict.fromkeys(name for panel in drawn.values() for name in panel["series"])
-        colors = dict(zip(names, itertools.cycle(_style.COLORS)))  # one colour per name in all panels
+        colors = dict(zip(names, _style.distinct(len(names))))
         for (name, panel), axes in zip(drawn.items(), grid):
-            curves(axes, **panel, colors=colors)
+            curves(axes, **({"colors": colors} | panel))
             axes.set_title(name)
         return _style.finished(figure, title)
 
@@ -87,42 +132,37 @@ def runs(
     >>> len(runs(folder).axes[0].lines)
     1
     """
-    columns, members = metrics(workdirs), {}
+    columns, members, series = metrics(workdirs), {}, {}
     for name in dict.fromkeys(columns["run"]):
         members.setdefault((groups or {}).get(name, name), []).append(name)
-    labels = [_wrapped(label) for label in members] if len(members) <= _style.MANY else list(members)
-    markers = itertools.cycle("o" if len(members) <= len(_style.COLORS) else "osD^v")
+    colors = dict(zip(members, _style.distinct(len(members))))
+    size = 6.4 + 0.066 * max(map(len, members)), max(4, 0.8 + 0.14 * len(members))  # inches, with room for the names
     with plt.rc_context(_style.STYLE):
-        figure, axes = _with_legend_beside(labels)
-        for color, label, marker, names in zip(_distinct(len(members)), labels, markers, members.values()):
-            look = {"color": color, "label": label, "marker": marker}
-            if groups:
-                _draw_group(axes, [_losses(columns, name, "val") for name in names], look)
-            else:
-                _draw_run(axes, columns, names[0], look)
-        axes.set_xlabel("step (updates)")
-        axes.set_ylabel(y)
-        axes.grid(alpha=0.25)
-        _legend_beside(axes)
+        figure, axes = plt.subplots(figsize=size)
+        for label, names in members.items():
+            train, found = ([_losses(columns, name, split) for name in names] for split in ("train", "val"))
+            found = list(filter(None, found)) or train
+            for losses in found if len(names) > 1 else () if groups else filter(None, train):
+                axes.plot(losses.keys(), losses.values(), color=colors[label], linewidth=0.8, alpha=0.4, zorder=1)
+            steps = sorted(set.intersection(*map(set, found)))
+            series[label] = steps, [np.mean([losses[step] for losses in found]) for step in steps]
+        curves(axes, series, x="step (updates)", y=y, labels="line", colors=colors)
         return _style.finished(figure, title)
 
 
-def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=True, colors=None) -> None:
-    """Draw curves on `axes`; arguments as for `lines`, and `colors` by name."""
-    for name, (xs, ys) in series.items():
-        look = {"color": colors[name]} if colors else {}
-        look |= {"linestyle": "--", "color": "#8d96a3", "zorder": 1} if name in dashed else {}
-        if markers and name not in dashed:
-            look |= {"marker": "o", "markersize": 3.5}
-        (drawn,) = axes.plot(xs, ys, label=name, **look)
-        if spread and name in spread:
-            low, high = np.subtract(ys, spread[name]), np.add(ys, spread[name])
-            axes.fill_between(xs, low, high, color=drawn.get_color(), alpha=0.18, linewidth=0)
+def _losses(columns: Mapping, name: str, split: str) -> dict[int, float]:
+    """The finite losses of a run by step."""
+    chosen = (columns["run"] == name) & (columns["split"] == split) & np.isfinite(columns["loss"])
+    return dict(zip(columns["step"][chosen].tolist(), columns["loss"][chosen].tolist()))
+
+
+def _scale(axes: Axes, series: Mapping[str, tuple], log: str) -> None:
+    """Make axes logarithmic, with ticks that can be read."""
     if "x" in log:
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
-        points = sorted({at for xs, _ in series.values() for at in xs})
-        if len(points) <= 9 and points[-1] < 1000 * points[0]:
+        points = sorted({at for xs, _ in series.values() for at in xs if at > 0})
+        if 0 < len(points) <= 9 and points[-1] < 1000 * points[0]:
             axes.set_xticks(points, [f"{at:,}" for at in points])
             axes.xaxis.set_minor_locator(NullLocator())
     if "y" in log:
@@ -132,56 +172,24 @@ def curves(axes: Axes, series, *, x, y, log="", spread=None, dashed=(), markers=
             plain = FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "1235" else "")
             axes.yaxis.set_major_formatter(plain)
             axes.yaxis.set_minor_formatter(plain)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.25)
-    if len(series) > 1:
-        axes.legend(frameon=False, fontsize=8)
 
 
-def _with_legend_beside(labels: Sequence[str]) -> tuple[Figure, Axes]:
-    """A figure with room for a legend of these labels beside its axes, where it covers no curve."""
-    lines = "\n".join(labels).split("\n")
-    return plt.subplots(
-        figsize=(6.4 + _style.LEGEND[0] * max(map(len, lines)), max(4, 0.8 + _style.LEGEND[1] * len(lines)))
-    )
-
-
-def _legend_beside(axes: Axes) -> None:
-    axes.legend(frameon=False, fontsize=_style.LABEL_SIZE, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
-
-
-def _distinct(count: int) -> Sequence:
-    """`count` colours, easy to distinguish up to MANY."""
-    if count <= _style.MANY:
-        return _style.COLORS + _style.MORE_COLORS
-    return list(plt.get_cmap("viridis")(np.linspace(0, 0.95, count)))
-
-
-def _wrapped(label: str) -> str:
-    """A name in lines for a legend, broken after its commas."""
-    return "\n".join(textwrap.wrap(label.replace(",", ", "), _style.LINE)) if len(label) > _style.LINE else label
-
-
-def _losses(columns: Mapping, name: str, split: str) -> dict[int, float]:
-    """The finite losses of a run by step."""
-    chosen = (columns["run"] == name) & (columns["split"] == split) & np.isfinite(columns["loss"])
-    return dict(zip(columns["step"][chosen].tolist(), columns["loss"][chosen].tolist()))
-
-
-def _draw_run(axes: Axes, columns: Mapping, name: str, look: dict) -> None:
-    behind = {"marker": "", "alpha": 0.35, "zorder": 1}
-    for split, style in (("val", {"markersize": 3.5}), ("train", behind)):
-        if losses := _losses(columns, name, split):
-            axes.plot(losses.keys(), losses.values(), **(look | style))
-            look = look | {"label": None}  # on the first of the two lines
-
-
-def _draw_group(axes: Axes, runs: Sequence[dict[int, float]], look: dict) -> None:
-    """Draw the mean of the runs with a loss at their common steps, and each run behind."""
-    runs = [losses for losses in runs if losses]
-    for losses in runs if len(runs) > 1 else ():
-        axes.plot(losses.keys(), losses.values(), color=look["color"], linewidth=0.7, alpha=0.45, zorder=1)
-    if runs:
-        steps = sorted(set.intersection(*map(set, runs)))
-        axes.plot(steps, [np.mean([losses[step] for losses in runs]) for step in steps], markersize=3.5, **look)
+def _label_ends(axes: Axes, ends: Mapping[str, tuple]) -> None:
+    """Write each name right of its (x, y, color); names that would overlap move up and down, as little as possible."""
+    axes.autoscale_view()
+    names, size, right, points = list(ends), _style.LABEL_SIZE, -math.inf, 72 / axes.figure.dpi
+    places = points * axes.transData.transform([ends[name][:2] for name in names])
+    columns: list[list[int]] = []
+    for at in np.argsort(places[:, 0]):
+        if places[at, 0] > right:
+            columns.append([])
+        columns[-1].append(at)
+        right = max(right, places[at, 0] + 0.6 * size * len(names[at]))
+    for column in columns:
+        column.sort(key=lambda at: places[at, 1])
+        heights, room = places[column, 1], 1.2 * size * np.arange(len(column))
+        fitted = np.maximum(isotonic_regression(heights - room).x, points * axes.bbox.ymin + size / 2) + room
+        for at, moved in zip(column, fitted - heights):
+            x, y, color = ends[names[at]]
+            look = {"color": color, "fontsize": size, "va": "center", "annotation_clip": False}
+            axes.annotate(names[at], (x, y), (5, moved), textcoords="offset points", **look)

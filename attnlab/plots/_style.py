@@ -1,8 +1,10 @@
 """Colours, sizes, and what all figures share."""
 
 import textwrap
+from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -16,8 +18,6 @@ MASKED = "#d5d8dc"  # a grey that no weight has
 MARK = "#39c5bb"
 COLORS = ("#2f6f8f", "#d1495b", "#edae49", "#66a182", "#7d5ba6", "#3d3d3d", "#c58b5f", "#8d96a3")
 MORE_COLORS = ("#1fb5c9", "#c03fa0", "#8f9b1a", "#6b3a24")  # where COLORS are too few
-MANY = len(COLORS) + len(MORE_COLORS)
-LINE, LEGEND = 36, (0.066, 0.165)  # characters of a legend's line, and inches of a character and of a line
 STYLE = {
     "figure.dpi": 110,
     "figure.constrained_layout.use": True,
@@ -33,12 +33,19 @@ STYLE = {
 }
 
 
+def distinct(count: int) -> Sequence:
+    """So many colours."""
+    known = COLORS + MORE_COLORS
+    return known[:count] if count <= len(known) else list(plt.get_cmap("viridis")(np.linspace(0, 0.95, count)))
+
+
 def finished(figure, title):
     """Add the title, wrapped to the figure's width, and close the figure, so that a notebook shows it only once.
 
     Names are drawn as they are, with their dollar signs; ticks, which have no text yet, may be formulas.
     """
-    figure.suptitle(textwrap.fill(title, int(11.5 * figure.get_figwidth())))
+    if title:
+        figure.suptitle(textwrap.fill(title, int(11.5 * figure.get_figwidth())))
     for text in figure.findobj(Text):
         text.set_parse_math("$" not in text.get_text())
     plt.close(figure)
