@@ -19,8 +19,7 @@ from attnlab import plots
 from attnlab.data.tasks.task_draws import check_least
 from attnlab.nn import AdditiveAttention, MultiHeadAttention, Seq2Seq, alignment
 from attnlab.study.fitting import Size, fit
-from attnlab.study.report import Options, Verdict, table
-from attnlab.study.study_progress import Advance, ignore
+from attnlab.study.report import Advance, Options, Verdict, ignore, table
 
 KINDS = ("copy", "reverse")
 VOCABULARY, WIDTH = 32, 64

@@ -16,8 +16,7 @@ from attnlab import plots
 from attnlab.data.batches import Batch
 from attnlab.nn import GPT
 from attnlab.study import fitting
-from attnlab.study.report import Options, Verdict, table
-from attnlab.study.study_progress import Advance
+from attnlab.study.report import Advance, Options, Verdict, table
 from attnlab.training.state import eval_step
 
 READS_TEXT = True

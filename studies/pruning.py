@@ -25,8 +25,7 @@ from matplotlib.figure import Figure
 
 from attnlab import plots, see
 from attnlab.study import fitting
-from attnlab.study.report import Interval, Options, Verdict
-from attnlab.study.study_progress import Advance
+from attnlab.study.report import Advance, Interval, Options, Verdict
 
 from . import _quickstart as quickstart
 from ._quickstart import HEADS, LAYERS

@@ -23,8 +23,7 @@ from scipy.stats import mannwhitneyu
 
 from attnlab import plots, see
 from attnlab.study import fitting
-from attnlab.study.report import Interval, Options, Verdict
-from attnlab.study.study_progress import Advance
+from attnlab.study.report import Advance, Interval, Options, Verdict
 from attnlab.support.errors import UserError
 
 from . import _quickstart as quickstart

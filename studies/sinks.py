@@ -29,8 +29,7 @@ from attnlab.data.tasks.task_draws import Number, check_least, compiled, key_of
 from attnlab.masks import Causal
 from attnlab.nn import Block, LearnedPositions, Mlp, MultiHeadAttention
 from attnlab.study.fitting import adamw, fit_seeds, next_token
-from attnlab.study.report import Interval, Options, Verdict
-from attnlab.study.study_progress import Advance
+from attnlab.study.report import Advance, Interval, Options, Verdict
 from attnlab.types import Array
 
 VOCABULARY, TRIGGERS, WIDTH, LENGTH, BATCH, HELD_OUT = 64, 3, 64, 64, 32, 256

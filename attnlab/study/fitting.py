@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from attnlab.config import Optimizer
 from attnlab.data import corpora, tokenizers
 from attnlab.data.batches import Batch, EvalBatches, TrainBatches
 from attnlab.data.tasks.task_draws import key_of
-from attnlab.study.study_progress import Advance, ignore
+from attnlab.study.report import Advance, ignore
 from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
 
@@ -43,11 +42,9 @@ def fit(
     """Train with `adamw` and return the parameters; `watch(step, params, gradient)` is called before each update."""
     optimizer = adamw(steps, learning_rate, weight_decay)
     update = jax.jit(functools.partial(_update, loss, optimizer))
-
     opt_state = optimizer.init(params)
     for step in range(steps):
-        before = params
-        params, opt_state, gradient = update(before, opt_state, batches(step))
+        before, (params, opt_state, gradient) = params, update(params, opt_state, batches(step))
         if watch is not None:
             watch(step, before, gradient)
         advance()
@@ -86,12 +83,7 @@ def fit_seeds(
 
     Yields:
       `(step, params)`, NumPy arrays with a leading axis for the seeds.
-
-    Raises:
-      ValueError: no seeds, or looks that are empty, negative or not increasing.
     """
-    looks = list(looks)
-    _check_plan(seeds, looks)
     state, run = _side_by_side(loss, init, batches, optimizer, seeds)
     done, piece = 0, max(1, looks[-1] // 100)  # pieces are for the progress alone
     for look in looks:
@@ -117,7 +109,9 @@ def _side_by_side(loss, init, batches, optimizer, seeds):
         side_by_side = jax.vmap(step, in_axes=(None, 0, 0))
         return jax.lax.fori_loop(begin, end, lambda number, state: side_by_side(number, state, seeds), state)
 
-    mesh = _seeds_mesh(len(seeds))
+    devices = jax.local_devices()
+    count = max(n for n in range(1, len(devices) + 1) if len(seeds) % n == 0)
+    mesh = Mesh(np.array(devices[:count]), ("seeds",))
     split, same = PartitionSpec("seeds"), PartitionSpec()
     numbers = jnp.asarray(seeds, jnp.uint32)
     spread = functools.partial(jax.shard_map, mesh=mesh, out_specs=split, check_vma=False)
@@ -126,30 +120,17 @@ def _side_by_side(loss, init, batches, optimizer, seeds):
     return state, lambda state, begin, end: run(state, numbers, begin, end)
 
 
-def _check_plan(seeds, looks) -> None:
-    if not len(seeds):
-        raise ValueError("seeds = []: expected one or more")
-    if not looks or looks[0] < 0 or any(b <= a for a, b in itertools.pairwise(looks)):
-        raise ValueError(f"looks = {looks}: expected increasing numbers of steps")
-
-
 def next_token(model: nn.Module) -> dict[str, Callable]:
     """The `loss` and `init` for `fit_seeds` of a language model, whose batches are tokens `[B, T + 1]`."""
+    takes_targets = "targets" in inspect.signature(model.__call__).parameters
 
     def loss(variables, tokens):
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        if "targets" in inspect.signature(model.__call__).parameters:
+        if takes_targets:
             return model.apply(variables, inputs, targets=targets).mean()
         return optax.softmax_cross_entropy_with_integer_labels(model.apply(variables, inputs), targets).mean()
 
     return {"loss": loss, "init": lambda key: model.init(key, jnp.zeros((1, 2), jnp.int32))}
-
-
-def _seeds_mesh(seeds: int) -> Mesh:
-    """As many local devices as divide the number of seeds."""
-    devices = jax.local_devices()
-    count = max(n for n in range(1, len(devices) + 1) if seeds % n == 0)
-    return Mesh(np.array(devices[:count]), ("seeds",))
 
 
 def _update(loss, optimizer, params, opt_state, batch):

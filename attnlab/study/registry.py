@@ -13,32 +13,13 @@ from attnlab.support.names import nearest
 
 STUDIES = tuple(shipped.files("studies"))
 ALL = "all"  # in place of a name: all studies
-PARTS = {"measure": "options", "judge": "rows", "draw": "rows"}
+PARTS = ("measure", "judge", "draw")
+FORM = "a Python file with a docstring, whose first line is the claim, and measure(options), judge(rows), draw(rows)"
 
 
 def name_of(study: str) -> str:
     """The name of a study, which its output files have: the stem of its file."""
-    return Path(study).stem if is_file(study) else study
-
-
-def is_file(study: str) -> bool:
-    """Whether a study is named by its file."""
-    return study.endswith(".py")
-
-
-def check(study: str) -> None:
-    """Raise UserError unless there is a study of this name, or such a file."""
-    if is_file(study):
-        if not Path(study).is_file():
-            raise UserError(f"{study}: no such file; expected a study: a Python file with {_expected()}")
-        if name_of(study) in (*STUDIES, ALL):
-            raise UserError(f"{study}: {name_of(study)} is the name of one of attnlab's studies: rename the file")
-    elif study not in STUDIES:
-        close = nearest(study, (*STUDIES, ALL))
-        raise UserError(
-            f"{study!r} is not a study{close}: expected one of {', '.join(STUDIES)}, all of them by the word all, or "
-            "the path of a Python file"
-        )
+    return Path(study).stem
 
 
 def load(study: str) -> ModuleType:
@@ -50,44 +31,46 @@ def load(study: str) -> ModuleType:
     Raises:
       UserError: an unknown name, or a file that cannot be imported or lacks a part.
     """
-    check(study)
-    return _import_file(Path(study)) if is_file(study) else _documented(shipped.module("studies", study))
+    if study.endswith(".py"):
+        return _import_file(Path(study))
+    if study not in STUDIES:
+        close = nearest(study, (*STUDIES, ALL))
+        raise UserError(
+            f"{study!r} is not a study{close}: expected one of {', '.join(STUDIES)}, all of them by the word all, or "
+            "the path of a Python file"
+        )
+    return _documented(shipped.module("studies", study))
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; expected a study: {FORM}")
+    spec = importlib.util.spec_from_file_location(f"study_{path.stem}", path.resolve())
+    study = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up annotations there
+    sys.path.insert(0, str(path.resolve().parent))  # its neighbours can be imported, as by `python path`
+    with_errors_named(str(path), lambda: spec.loader.exec_module(study))
+    if not _documented(study).__doc__ or not all(callable(getattr(study, part, None)) for part in PARTS):
+        raise UserError(f"{path} is not a study: expected {FORM}")
+    return study
+
+
+def with_errors_named(study: str, call):
+    """The result of a call; an error in a user's study is one line with its place, one in attnlab's is a bug."""
+    try:
+        return call()
+    except Exception as error:
+        if isinstance(error, UserError) or not study.endswith(".py"):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == Path(study).resolve()]
+        place = f"{study}, line {lines[-1]}" if lines else study
+        raise UserError(f"{place}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def _documented(study: ModuleType) -> ModuleType:
     """A study with the docstring of its file, which Python drops with -OO."""
     study.__doc__ = study.__doc__ or ast.get_docstring(ast.parse(Path(study.__file__).read_text(encoding="utf-8")))
     return study
-
-
-def _import_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"study_{path.stem}", path.resolve())
-    study = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = study  # where dataclasses, Flax modules among them, look up annotations
-    sys.path.insert(0, str(path.resolve().parent))  # its neighbours can be imported, as by `python path`
-    try:
-        spec.loader.exec_module(study)
-    except Exception as error:
-        raise UserError(blame(error, path)) from error
-    if not (_documented(study).__doc__ or "").strip():
-        raise UserError(f"{path} has no docstring: expected one whose first line is the claim")
-    for part in PARTS:
-        if not callable(getattr(study, part, None)):
-            raise UserError(f"{path} has no function {part}: expected {_expected()}")
-    return study
-
-
-def _expected() -> str:
-    return "the functions " + ", ".join(f"{part}({argument})" for part, argument in PARTS.items())
-
-
-def blame(error: Exception, path: Path) -> str:
-    """An error that a user's study raised, in one line, with the line of the study."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
-    line = error.lineno if isinstance(error, SyntaxError) and error.lineno else lines[-1] if lines else None
-    message = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
-    return f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {message}"
 
 
 def reads_text(study: ModuleType) -> bool:

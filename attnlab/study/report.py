@@ -14,8 +14,13 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from attnlab.study.study_progress import Advance, ignore
 from attnlab.types import Array
+
+Advance = Callable[..., None]
+
+
+def ignore(amount: int | float = 1) -> None:
+    """An `advance` that reports nothing."""
 
 
 class Options(NamedTuple):

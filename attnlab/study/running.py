@@ -7,33 +7,29 @@ import inspect
 import json
 import os
 import platform
-import tempfile
+import sys
 import time
-from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import jax
-import matplotlib as mpl
-import matplotlib.pyplot as plt
 from absl import flags
-from matplotlib.figure import Figure
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 
 from attnlab.study import registry
 from attnlab.study.report import Options, Verdict
-from attnlab.study.study_progress import StudyProgress
 from attnlab.support import files, paths
 from attnlab.support.errors import UserError
-from attnlab.support.paths import write_csv
+from attnlab.support.progress import Progress
 
-RESULT = "result.json"
+RESULT, VERDICT = "result.json", "verdict.txt"
+PACKAGES = ("attnlab", "jax", "flax", "optax", "numpy")
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The verdict of a study, beside its rows and its figure; kept as `result.json`."""
+    """The verdict of a study, beside its rows and its figure, in `result.json`."""
 
     name: str
     claim: str  # the first line of the docstring
@@ -46,21 +42,29 @@ class Result:
     rows: int
     seconds: float
     date: str
-    machine: str  # the processor or accelerator, and the number of devices
+    machine: str  # the processor or accelerator, and the number of cores or devices
     versions: dict  # of packages
     caption: str = ""  # the docstring of `draw`
 
     @classmethod
     def read(cls, folder: Path, file: str = RESULT) -> "Result | None":
-        """Read the result in a folder; None where there is none, UserError where the file holds something else."""
-        try:
-            fields = files.read_json(folder / file)
-            fields.pop("quoted", None)  # of results of earlier versions
-            return cls(**fields)
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{folder / file} is not a result of a study: remove it or choose a new folder") from error
+        """Read the result in a folder; None where there is none."""
+        return cls(**files.read_json(folder / file)) if (folder / file).exists() else None
+
+
+class StudyProgress(Progress):
+    """The share of the work that is done, on standard error, so that standard output holds the results alone."""
+
+    def __init__(self, file=None, clock=None):
+        columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
+        super().__init__(*columns, file=file or sys.stderr, transient=True, clock=clock)
+
+    def label(self, elapsed: int | float) -> str:
+        seconds = elapsed * (self.total - self.done) / self.done
+        return f"about {seconds:.0f} s left" if seconds < 100 else f"about {seconds / 60:.0f} min left"
+
+    def line(self, elapsed: int | float) -> str:
+        return f"{100 * self.done / self.total:.0f} % done, {self.label(elapsed)}" if self.done < self.total else ""
 
 
 def define(values, argv) -> None:
@@ -72,79 +76,38 @@ def define(values, argv) -> None:
 
 
 def run(name_or_file: str, values) -> int:
-    """Run a study and write NAME.csv, NAME.png, verdict.txt and result.json, all at once; 0 whatever the verdict."""
+    """Run a study and write NAME.csv, NAME.png, verdict.txt and, as the last, result.json; 0 whatever the verdict."""
     study, name = registry.load(name_or_file), registry.name_of(name_or_file)
     if values.path and not registry.reads_text(study):
         raise UserError(f"--path={values.path}: {name} does not train on a text: remove this flag")
     folder = Path(values.out or f"runs/study-{name}")
-    with paths.claim(folder, "--out", lambda names: "" if is_empty(names) else "is not empty"):
+    unfinished = (f"{name}.csv", f"{name}.png", VERDICT)  # of a study that was killed while it wrote
+
+    def foreign(names: list[str]) -> str:
+        return "is not empty" if any(each[0] != "." and each not in unfinished for each in names) else ""
+
+    with paths.claim(folder, "--out", foreign):
         print(registry.claim(study), flush=True)
         one_device_per_core()
-        with _blaming(name_or_file):
-            measured = _measure(study, name, values)
-        text = "\n".join([registry.claim(study), str(measured.verdict)])
-        result = dataclasses.asdict(_result(study, name, values, measured))
-        with _written_at_once(folder) as partial:
-            write_csv(partial / f"{name}.csv", measured.rows)
-            paths.write_figure(partial / f"{name}.png", measured.figure)
-            paths.write_text(partial / "verdict.txt", text + "\n")
-            paths.write_text(partial / RESULT, json.dumps(result, ensure_ascii=False, indent=1) + "\n")
-        plt.close(measured.figure)
-    where = f"{len(measured.rows)} rows and the figure are in {folder} ({measured.seconds:.0f} s)"
-    print(*text.splitlines()[1:], where, sep="\n")
+        start = time.perf_counter()
+        rows, verdict, figure = registry.with_errors_named(name_or_file, lambda: _measured(study, values))
+        if not rows or not isinstance(verdict, Verdict) or not hasattr(figure, "savefig"):
+            got = f"{str(rows)[:60]}, {str(verdict)[:60]}, {str(figure)[:60]}"
+            raise UserError(f"{name} returned {got}: expected rows, a Verdict and a figure of matplotlib")
+        result = _result(study, name, values, rows, verdict, time.perf_counter() - start)
+        paths.write_csv(folder / f"{name}.csv", rows)
+        paths.write_figure(folder / f"{name}.png", figure)
+        paths.write_text(folder / VERDICT, f"{result.claim}\n{verdict}\n")
+        paths.write_text(folder / RESULT, json.dumps(dataclasses.asdict(result), ensure_ascii=False, indent=1) + "\n")
+    print(verdict)
+    print(f"{len(rows)} rows and the figure are in {folder} ({result.seconds:.0f} s)")
     return 0
 
 
-class _Measured(NamedTuple):
-    """Results of the functions of a study, and the seconds that they took."""
-
-    rows: list[dict]
-    verdict: Verdict
-    figure: Figure
-    seconds: float
-
-
-def _measure(study: ModuleType, name: str, values) -> _Measured:
-    start = time.perf_counter()
+def _measured(study: ModuleType, values):
     with StudyProgress() as progress:
         rows = study.measure(Options(values.fast, values.path, progress.expect))
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{name}: measure returned {str(rows)[:60]}: expected a list of rows, one dict each")
-    verdict = study.judge(rows)
-    if not isinstance(verdict, Verdict):
-        raise UserError(f"{name}: judge returned {str(verdict)[:60]}: expected a Verdict, as Verdict.of makes it")
-    with mpl.rc_context({"backend": "agg"}):
-        figure = study.draw(rows)
-    if not isinstance(figure, Figure):
-        raise UserError(f"{name}: draw returned {str(figure)[:60]}: expected a figure of matplotlib")
-    return _Measured(rows, verdict, figure, time.perf_counter() - start)
-
-
-def is_empty(names: Iterable[str]) -> bool:
-    """Whether a folder holds nothing but hidden files, which a study that was killed may have left."""
-    return all(name.startswith(".") for name in names)
-
-
-@contextlib.contextmanager
-def _written_at_once(folder: Path) -> Iterator[Path]:
-    """A hidden folder to write into, whose files move up into `folder` when all are written, the result last."""
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder, ignore_cleanup_errors=True) as partial:
-        yield Path(partial)
-        for path in sorted(Path(partial).iterdir(), key=lambda path: path.name == RESULT):
-            os.replace(path, folder / path.name)
-
-
-@contextlib.contextmanager
-def _blaming(study: str) -> Iterator[None]:
-    """Errors of a user's study in one line; errors of attnlab's studies are bugs, and keep their traceback."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if not registry.is_file(study):
-            raise
-        raise UserError(registry.blame(error, Path(study))) from error
+    return rows, study.judge(rows), study.draw(rows)
 
 
 def one_device_per_core() -> None:
@@ -155,7 +118,7 @@ def one_device_per_core() -> None:
             jax.config.update("jax_num_cpu_devices", _cores())
 
 
-def _result(study: ModuleType, name: str, values, measured: _Measured) -> Result:
+def _result(study: ModuleType, name: str, values, rows, verdict: Verdict, seconds: float) -> Result:
     devices = jax.devices()
     on_cpu = devices[0].platform == "cpu"
     return Result(
@@ -164,15 +127,14 @@ def _result(study: ModuleType, name: str, values, measured: _Measured) -> Result
         setup="\n".join(study.__doc__.strip().splitlines()[1:]).strip(),
         fast=values.fast,
         path=values.path,
-        held=measured.verdict.held,
-        parts=list(measured.verdict.parts),
-        seeds=len({row["seed"] for row in measured.rows if "seed" in row}),
-        rows=len(measured.rows),
-        seconds=round(measured.seconds, 1),
+        held=verdict.held,
+        parts=list(verdict.parts),
+        seeds=len({row["seed"] for row in rows if "seed" in row}),
+        rows=len(rows),
+        seconds=round(seconds, 1),
         date=datetime.date.today().isoformat(),
-        machine=_processor() if on_cpu else f"{len(devices)} × {devices[0].device_kind}",
-        versions={package: metadata.version(package) for package in ("attnlab", "jax", "flax", "optax", "numpy")}
-        | {"python": platform.python_version()},
+        machine=f"{_cores()} cores of {_processor()}" if on_cpu else f"{len(devices)} × {devices[0].device_kind}",
+        versions={name: metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()},
         caption=inspect.getdoc(study.draw) or "",
     )
 
@@ -183,9 +145,7 @@ def _cores() -> int:
 
 
 def _processor() -> str:
-    """The CPU's name and its number of cores."""
-    name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return f"{_cores()} cores of {name}"
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return platform.processor() or platform.machine()

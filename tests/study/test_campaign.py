@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -44,7 +43,7 @@ def test_failing_studies_do_not_end_all_and_a_second_run_keeps_results(tmp_path,
     assert printed.err == f"error: fails, dies failed: see {out / 'logs'}\n"
     report = (out / "report.html").read_text(encoding="utf-8")
     assert "1 of 2 claims hold; 2 failed to run" in report and "all are &lt;larger&gt;" in report
-    assert "jax" in report and "For whole numbers" in report
+    assert "jax 0." in report and "For whole numbers" in report
     assert report.count("<img") == report.count('src="data:image/png;base64,') == 2 and "<script" not in report
     folders = {path.name for path in out.iterdir() if path.is_dir() and any(path.iterdir())}
     assert folders == {"holds", "logs", "refuted"}
@@ -57,7 +56,7 @@ def test_failing_studies_do_not_end_all_and_a_second_run_keeps_results(tmp_path,
     assert times == {name: (out / name / "result.json").stat().st_mtime_ns for name in times}
     assert "3 of 4 claims hold" in (out / "report.html").read_text(encoding="utf-8")
 
-    assert run(*command[:-1]) == 2  # without --fast
+    assert run(*command[:-1]) == 2  # which lacks --fast
     assert "run with --fast" in capfd.readouterr().err
 
 
@@ -67,11 +66,9 @@ def test_killed_all_goes_on_where_it_was(tmp_path, files):
     out = tmp_path / "all"
     command = [sys.executable, "-m", "attnlab.study", "all", f"--out={out}"]
     child = subprocess.Popen([*command, f"--only={files['holds']},{files['fails']}"], stdout=subprocess.DEVNULL)
-    while not ((out / "logs" / "fails.txt").exists() and (out / "report.html").exists()):  # either may be first
+    while not ((out / "logs" / "fails.txt").exists() and (out / "holds" / "result.json").exists()):
         assert child.poll() is None
         time.sleep(0.1)
-    page = (out / "report.html").read_text(encoding="utf-8")
-    assert "1 of 1 claims hold; 1 not run yet" in page and page.endswith("</html>\n")
     child.send_signal(signal.SIGINT)
     assert child.wait(120) == 130
     assert not subprocess.run(["pgrep", "-f", files["fails"]], capture_output=True).stdout
@@ -87,7 +84,7 @@ def test_killed_all_goes_on_where_it_was(tmp_path, files):
         (["--only=scaling,nowhere.py"], "nowhere.py: no such file"),
         (["--only=mine.py,sub/mine.py"], "--only names mine twice"),
         (["--jobs=0"], "jobs"),
-        (["--out=taken"], "--out=taken holds 'letter.txt'"),
+        (["--out=taken"], "--out=taken holds other files and no report.html"),
     ],
     ids=["name", "file", "twice", "jobs", "foreign"],
 )
@@ -102,27 +99,3 @@ def test_wrong_flag_of_all_is_one_line(tmp_path, monkeypatch, capsys, flags, mes
     error = capsys.readouterr().err
     assert re.search(message, error) and error.count("\n") == 1
     assert (tmp_path / "taken" / "letter.txt").read_text() == "mine" and not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("content", ["torn", '{"name": "scaling"}'])
-def test_file_in_the_place_of_a_result_is_one_line(tmp_path, capsys, content):
-    (tmp_path / "scaling").mkdir()
-    (tmp_path / "scaling" / "result.json").write_text(content)
-    assert run("--only=scaling", "--out", tmp_path) == 2
-    path = tmp_path / "scaling" / "result.json"
-    expected = f"error: {path} is not a result of a study: remove it or choose a new folder\n"
-    assert capsys.readouterr().err == expected
-
-
-def test_results_of_another_text_are_not_kept(tmp_path, files, capsys):
-    """A study that trains on a text has run on the default one; one that does not is kept with any."""
-    reads = Path(files["holds"]).with_name("reads.py")
-    reads.write_text(MINE.replace("import time", "import time\nREADS_TEXT = True"), encoding="utf-8")
-    for path in (reads, files["holds"]):
-        assert study.main(["study", str(path), f"--out={tmp_path / 'all' / Path(path).stem}"]) == 0
-    again = [f"--only={files['holds']}", f"--out={tmp_path / 'all'}", "--path=other.txt"]
-    assert run(*again) == 0
-    capsys.readouterr()
-    again[0] += f",{reads}"
-    assert run(*again) == 2
-    assert "holds reads run without --fast" in capsys.readouterr().err

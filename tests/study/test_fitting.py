@@ -78,14 +78,3 @@ def test_next_token_loss_of_logits_equals_that_of_a_model_that_takes_targets():
 
     one, other = both(jax.random.key(0))
     assert float(one) == pytest.approx(float(other), abs=1e-6)  # float32 means of 44 losses of size 2
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [({"seeds": []}, "seeds = []"), ({"looks": []}, "looks = []"), ({"looks": [3, 3]}, "looks = [3, 3]")],
-    ids=["seeds", "no looks", "equal looks"],
-)
-def test_wrong_seeds_or_looks_are_one_line(change, message):
-    with pytest.raises(ValueError) as error:
-        fitted(**({"seeds": [1]} | change))
-    assert str(error.value).startswith(message)

@@ -1,17 +1,14 @@
 """Studies of users, in files: what runs, what is one line, and that results are written whole or not at all."""
 
 import errno
+import io
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from attnlab.study import __main__ as study
+from attnlab.study.running import StudyProgress
+from attnlab.support import paths
 
 MINE = '''"""Squares are larger than their roots.
 
@@ -71,15 +68,14 @@ def test_study_of_a_user_shows_its_docstring_as_help(mine, capsys):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("def measure(", "mine.py, line 1: SyntaxError"),
+        ("def measure(", "mine.py: SyntaxError: '(' was never closed (mine.py, line 1)"),
         ("import nowhere", "mine.py, line 1: ModuleNotFoundError: "),
-        ("x = 1", "mine.py has no docstring"),
-        ('"""A claim."""', "mine.py has no function measure"),
+        ("x = 1", "mine.py is not a study: expected a Python file with a docstring"),
+        ('"""A claim."""', "mine.py is not a study: expected a Python file with a docstring"),
         (MINE.replace("(seed + 2) ** 2", "1 // seed"), "line 13: ZeroDivisionError: integer"),
-        (MINE.replace("return rows", "return []"), "mine: measure returned []"),
-        (MINE.replace("return plots", "plots"), "mine: draw returned None"),
+        (MINE.replace("return plots", "plots"), "None: expected rows, a Verdict and a figure"),
     ],
-    ids=["syntax", "import", "docstring", "part", "measure", "no rows", "no figure"],
+    ids=["syntax", "import", "docstring", "part", "measure", "no figure"],
 )
 def test_fault_of_a_user_study_is_one_line(tmp_path, mine, capsys, content, message):
     mine.write_text(content, encoding="utf-8")
@@ -89,40 +85,23 @@ def test_fault_of_a_user_study_is_one_line(tmp_path, mine, capsys, content, mess
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["mine.py"]
 
 
-def test_missing_file_and_name_of_an_own_study_are_one_line(tmp_path, capsys):
+def test_missing_file_is_one_line(tmp_path, capsys):
     assert run(tmp_path / "none.py") == 2
     assert "none.py: no such file; expected a study" in capsys.readouterr().err
-    (tmp_path / "scaling.py").write_text(MINE)
-    assert run(tmp_path / "scaling.py") == 2
-    assert "scaling is the name of one of attnlab's studies: rename the file" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_killed_study_leaves_no_result(tmp_path, mine):
-    mine.write_text(MINE.replace("    advance(2)", "    time.sleep(60)\n    advance(2)"), encoding="utf-8")
-    command = [sys.executable, "-m", "attnlab.study", str(mine), f"--out={tmp_path / 'out'}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout.readline() == "Squares are larger than their roots.\n"
-        time.sleep(1)
-        child.send_signal(signal.SIGKILL)
-    assert list((tmp_path / "out").iterdir()) == []
-    mine.write_text(MINE, encoding="utf-8")
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # an empty folder is no obstacle
-    assert (tmp_path / "out" / "result.json").exists()
+def test_study_killed_while_it_wrote_runs_again_and_writes_its_result_last(tmp_path, mine, monkeypatch):
+    def killed(path, text):
+        if path.name == "result.json":
+            raise KeyboardInterrupt
+        path.write_text(text)
 
-
-def test_result_is_the_last_file_to_appear(tmp_path, mine, monkeypatch):
-    moved = []
-    replace = os.replace
-
-    def watched(source, target):
-        if Path(target).parent == tmp_path / "out":
-            moved.append(Path(target).name)
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", watched)
-    assert run(mine, "--out", tmp_path / "out") == 0
-    assert sorted(moved) == ["mine.csv", "mine.png", "result.json", "verdict.txt"] and moved[-1] == "result.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(paths, "write_text", killed)
+        assert run(mine, "--out", tmp_path / "out") == 130
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["mine.csv", "mine.png", "verdict.txt"]
+    assert run(mine, "--out", tmp_path / "out") == 0 and (tmp_path / "out" / "result.json").exists()
+    assert run(mine, "--out", tmp_path / "out") == 2  # is not empty
 
 
 def test_study_writes_through_a_link(tmp_path, mine):
@@ -138,7 +117,7 @@ def test_full_disk_is_not_the_fault_of_the_study(tmp_path, mine, monkeypatch, ca
     def full(path, rows):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("attnlab.study.running.write_csv", full)
+    monkeypatch.setattr(paths, "write_csv", full)
     assert run(mine, "--out", tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: No space left on device: ") and error.count("\n") == 1
@@ -151,3 +130,22 @@ def test_study_of_a_user_may_define_modules_with_postponed_annotations(tmp_path,
     imports = "from __future__ import annotations\n\nimport time\n" + module
     mine.write_text(MINE.replace("import time\n", imports), encoding="utf-8")
     assert run(mine, "--out", tmp_path / "out") == 0
+
+
+def test_progress_is_the_share_of_the_work_and_the_time_left():
+    now, printed = [0.0], io.StringIO()
+    with StudyProgress(printed, lambda: now[0]) as progress:
+        advance = progress.expect(10)
+        for _ in range(10):
+            now[0] += 12
+            advance()
+    lines = printed.getvalue().splitlines()
+    assert (
+        lines[:3]
+        == [
+            "10 % done, about 2 min left",
+            "20 % done, about 96 s left",
+            "30 % done, about 84 s left",
+        ]
+        and len(lines) == 9
+    )
