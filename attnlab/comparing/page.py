@@ -61,6 +61,7 @@ def write(folder: Path, title: str, about: Mapping[str, str], sections: Sequence
     links = "".join(f'<li><a href="#s{n}">{_name(section.title)}</a></li>' for n, section in enumerate(sections))
     parts = {
         "title": escape(title),
+        "subtitle": escape(" · ".join(about[name] for name in ("date", "training", "machine") if name in about)),
         "about": "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in about.items()),
         "navigation": f'<nav aria-label="Sections"><ul>{links}</ul></nav>' if len(sections) > 1 else "",
         "sections": "\n".join(_section(f"s{n}", section, _looks(sections)) for n, section in enumerate(sections)),

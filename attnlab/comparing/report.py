@@ -52,7 +52,7 @@ def section(
 ) -> page.Section:
     """The section of a part, on its rows, the final runs of each variant, their measurements, and more notes."""
     measure = part.protocol.measure
-    timed = not others  # else seconds are not comparable
+    timed = not others and measure == "loss"  # else seconds are not comparable
     first, every = table.first_columns(rows, measure, part.match), table.all_columns(rows)
     curves = {name: [protocols.curve(part.folder / point.name) for point in of] for name, of in final.items()}
     flops = {row["variant"]: row["flops_per_token_train"] for row in rows}
@@ -79,7 +79,7 @@ def _notes(part: Part, rows: Sequence[Mapping]) -> list[str]:
     notes = [
         f"{MEASURES[protocol.measure]}, means of {len(protocol.seeds)} seeds ± 95 % intervals; differences are paired "
         f"by seed, with simultaneous intervals for {len(rows) - 1} variant{'s' if len(rows) > 2 else ''}; a verdict is "
-        f"an interval without 0. "
+        f"an interval without 0; curves are means, with the range of the seeds. "
         f"Learning rate{chosen if len(protocol.rates) > 1 else f' {rates}, the same for all'}."
     ]
     if any(row["verdict"] == statistics.OPEN for row in rows):
@@ -138,7 +138,7 @@ def _learning(curves: Mapping, flops: Mapping[str, float | None], timed: bool) -
                 series[at][name], spread[at][name] = (x, losses.mean(0)), (losses.min(0), losses.max(0))
     wanted = [True, timed, len(set(flops.values())) > 1 and None not in flops.values()]
     return [
-        Chart(f"Loss over {what}: mean and range of the seeds", f"{what} of training", AXES["loss"], lines, around)
+        Chart(f"Loss over {what}", f"{what} of training", AXES["loss"], lines, around)
         for what, lines, around, is_wanted in zip(COLUMNS, series, spread, wanted)
         if is_wanted and any(len(x) > 1 for x, _ in lines.values())
     ]
@@ -152,8 +152,8 @@ def _against_state(rows: Sequence[Mapping], measure: str) -> list[Chart]:
     series = {row["variant"]: ([row["decode_state_bytes_1x"]], [row[measure]]) for row in known}
     halves = {row["variant"]: (row[measure], row[f"{measure}_interval"] or 0) for row in known}
     spread = {name: ([value - half], [value + half]) for name, (value, half) in halves.items()}
-    title = f"{measure.capitalize()} against the state that decoding keeps of a full context"
-    return [Chart(title, "bytes", AXES[measure], series, spread, log="x")]
+    title = f"{measure.capitalize()} against the state that decoding keeps"
+    return [Chart(title, "bytes of a full context", AXES[measure], series, spread, log="x")]
 
 
 def _against_length(measured: Mapping[str, Mapping]) -> list[Chart]:
@@ -164,5 +164,9 @@ def _against_length(measured: Mapping[str, Mapping]) -> list[Chart]:
         if by_length:
             half = np.nan_to_num(means[1])
             series[name], spread[name] = (list(map(int, by_length)), means[0]), (means[0] - half, means[0] + half)
-    title = "Accuracy against length: answers in the second half of longer sequences"
-    return [Chart(title, "tokens", AXES["accuracy"], series, spread, log="x")] if series else []
+    title = "Accuracy against length"
+    return (
+        [Chart(title, "tokens, of which the second half is answered", AXES["accuracy"], series, spread, log="x")]
+        if series
+        else []
+    )

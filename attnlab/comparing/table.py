@@ -161,7 +161,7 @@ def _sentence(row: Mapping, first: str, measure: str, timed: bool) -> str:
     count = f"{WORDS[row['seeds']] if row['seeds'] < len(WORDS) else row['seeds']} seeds"
     half, p = row[f"difference_{measure}_interval"], row["difference_p"]
     if verdict == statistics.OPEN:
-        needed = row["difference_seeds_needed"] and _cell("difference_seeds_needed", row)
+        needed = row["difference_seeds_needed"] and _cell("difference_seeds_needed", row).replace(" (", " seeds (")
         seeds = f"; {needed} would decide it" if needed else ""
         of = f"{difference:+.3f}" + (f" ± {half:.3f}" if half is not None else "") + _unit(measure)
         text = f"{name} and {first} are not told apart after as many tokens: {of} (p = {p:.2g}, {count}{seeds})"

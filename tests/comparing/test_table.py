@@ -137,7 +137,7 @@ def test_sentence_says_by_how_much_on_what_evidence_and_whether_time_agrees():
     row |= {"verdict": "not told apart", "difference_p": 0.31, "difference_seeds_needed": 24}
     row |= {"difference_seeds_needed_low": 9, "difference_seeds_needed_high": 1000}
     (text,) = table.sentences([{"variant": "a"}, row], "loss")
-    assert "are not told apart" in text and "p = 0.31, five seeds; 24 (9 to ≥ 1,000) would decide" in text
+    assert "are not told apart" in text and "p = 0.31, five seeds; 24 seeds (9 to ≥ 1,000) would decide" in text
 
 
 def test_terminal_table_folds_words_and_no_intervals():
