@@ -133,9 +133,8 @@ def most(program: runs.Program, plans: Sequence[RunPlan]) -> int:
 
 def _bytes(program: runs.Program, count: int) -> int:
     """Of the training steps of some runs together."""
-    room = program.experiment.config.parallel.steps_per_call
     try:
-        memory = program.experiment.lower(count, room).compile().memory_analysis()
+        memory = program.experiment.lower(count, program.experiment.steps_per_call).compile().memory_analysis()
     except jax.errors.JaxRuntimeError:  # the compiler refuses what does not fit
         return sys.maxsize
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -147,7 +146,7 @@ def _seconds(program: runs.Program, plans: Sequence[RunPlan]) -> float:
     each = [experiment.create_state(seed=config.seed) for config in configs]
     batches = [program.text.of_seed(config.seed).train for config in configs]
     state, batches = (states.joined(each), Stacked(batches)) if len(plans) > 1 else (each[0], batches[0])
-    room = experiment.config.parallel.steps_per_call
+    room = experiment.steps_per_call
     taken = [batches[step] for step in range(room)]
     for _ in range(3):  # the first compiles
         start = time.perf_counter()

@@ -267,3 +267,15 @@ def scans(config: RunConfig, platform: str) -> bool:
     # Without a loop XLA joins the gathers of all layers, and holds all gathered parameters at once.
     most = SCAN_FROM_ON_GPUS if platform == "gpu" else SCAN_FROM
     return config.model.num_layers >= most or config.parallel.mesh.fsdp > 1
+
+
+# On an H100 the quickstart, of 0.8 million parameters, trains 2.9 times as fast with 64 steps a call as with one. A
+# step of a larger model lasts longer than the host needs for the next.
+STEPS_ON_GPUS, SMALL = 64, 10_000_000
+
+
+def steps_per_call(config: RunConfig, platform: str, parameters: int) -> int:
+    """The most updates of one call of the devices, for a model of so many parameters."""
+    if config.parallel.steps_per_call is not None:
+        return config.parallel.steps_per_call
+    return STEPS_ON_GPUS if platform == "gpu" and parameters <= SMALL else 1
