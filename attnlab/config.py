@@ -158,7 +158,12 @@ class ParallelFields:
 
     strategy: str = option("mesh (jit with named sharding) or pmap", "mesh", choices=("pmap", "mesh"))
     timeout: int = option("seconds without a step after which another process is considered dead", 300, low=1)
-    steps_per_call: int = option("most updates of one call of the devices, which lasts a second at most", 1, low=1)
+    steps_per_call: int | None = option(
+        "most updates of one call of the devices, which lasts a second at most; None for 64 of models of at most 10 "
+        "million parameters on GPUs, else 1",
+        None,
+        low=1,
+    )
     mesh: Mesh = Mesh()
 
 

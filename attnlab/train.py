@@ -23,6 +23,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -41,7 +42,8 @@ from attnlab.training import metrics, processes
 from attnlab.training import run as runs
 from attnlab.training import trainer as trainers
 from attnlab.training.checkpoints import OnPhase
-from attnlab.training.passed import Passed
+from attnlab.training.loading import Run, load
+from attnlab.training.passed import NOTHING, Passed
 from attnlab.training.preemption import PreemptionHandler, exit_peer_lost
 from attnlab.training.trackers import NewTracker
 from attnlab.training.workdir import read_config
@@ -55,12 +57,38 @@ def main(argv: list[str] | None = None, **hooks) -> int:
     return code
 
 
+class TrainedRun(NamedTuple):
+    """A run that `train` trained, evaluated, or found finished.
+
+    Attributes:
+      workdir: its folder.
+      loss: on the validation text, nats per token, at the end of training, or of the evaluation; None where a signal
+        stopped the run, and after training in all processes but the first.
+      signal: the number of the signal that stopped and saved it; 0 for none.
+      passed: the user's parts.
+    """
+
+    workdir: Path
+    loss: float | None
+    signal: int
+    passed: Passed
+
+    @property
+    def records(self) -> list[dict]:
+        """The records of `metrics.jsonl`."""
+        return metrics.read(self.workdir / "metrics.jsonl")
+
+    def load(self, step: int | str = "latest") -> Run:
+        """`attnlab.load` of the run, with the user's model, mask and score mods."""
+        parts = {name: getattr(self.passed, name) for name in ("model", "mask", "score_mod")}
+        return load(self.workdir, step, **parts)
+
+
 def train(
     config: ConfigDict | RunConfig,
     workdir: str | Path,
     *,
     eval_only: bool = False,
-    own_process: bool = False,
     layers: type[nn.Module] | None = None,
     mask: Mask | None = None,
     score_mod: ScoreMods | None = None,
@@ -69,78 +97,81 @@ def train(
     on_step: Callable[[int, dict], None] | None = None,
     on_phase: OnPhase = contextlib.nullcontext,
     tracker: NewTracker | None = None,
-) -> int:
-    """Train with a config, resuming the run in `workdir` if there is one.
+) -> TrainedRun:
+    """Train with a config, resuming the run in `workdir` if there is one; a finished one is returned as it is.
 
     Args:
-      config: a modified `attnlab.config.default()`. If it has more steps than the run in `workdir`, the run is
-        extended: it continues from its last checkpoint, with the learning rate schedule of the new number of steps. A
-        rate that had already decayed jumps up at that step. `config.json` lists the extensions.
+      config: a modified `attnlab.config.default()`; with more steps than the run in `workdir`, the run is extended.
       workdir: gets `config.json`, `tokenizer.json`, `metrics.jsonl`, `checkpoints/`, TensorBoard events and profiles.
       eval_only: evaluate the newest checkpoint on the validation text, and write nothing.
-      own_process: a signal before the first step, and a second one, end the process; otherwise they raise
-        KeyboardInterrupt.
       layers: a class of layers in place of `config.model.layers`, see `attnlab.nn.register`.
       mask, score_mod: for all layers of the config's GPT; a function `fn(score, b, h, i, j)` is a score mod as well.
-        Pass equal ones when resuming.
+        Pass equal ones when resuming, as of model and optimizer.
       model: a linen module in place of the GPT of `config.model`, of which only `context` is then used. Its only
         collection is `params`. It is called with int32 tokens `[B, T]`, in training with `deterministic=False` and
         `dropout_key=` a key for each sequence `[B]`, for `config.data.packing = "documents"` with `segments=`, int32
-        `[B, T]`, and returns logits `[B, T, V or more]`. It is not sampled from. Pass an equal model when resuming.
+        `[B, T]`, and returns logits `[B, T, V or more]`. It is not sampled from.
       optimizer: an optax transformation in place of `config.optimizer`, of which only `accumulation` and `ema` are then
-        used. Pass an equal optimizer when resuming. It has layers one by one, unless `config.model.scan` is True.
-      on_step: called for every step, in every process, as `on_step(step, metrics)`: the number of updates done, and
-        float32 scalars on the devices: `loss` (nats per token) and `grad_norm` before the update, `param_norm` after
-        it, and `skipped` if `config.on_nonfinite` is "skip". Reading a metric waits for the call of the devices, of
-        `config.parallel.steps_per_call` steps.
-      on_phase: `with on_phase(name)` surrounds each phase of the run, see `PHASES` in `attnlab.training.checkpoints`.
-      tracker: makes a tracker of this start, besides TensorBoard, in the first process: `tracker(workdir, saved)`, with
-        the content of `config.json`, returns an `attnlab.training.trackers.Tracker`. What it raises ends the run.
+        used. It has layers one by one, unless `config.model.scan` is True.
+      on_step: called as `on_step(step, metrics)` after each step, in every process, with float32 scalars on the
+        devices: "loss" (nats per token) and "grad_norm" before the update, "param_norm" after it, and "skipped" if
+        `config.on_nonfinite` is "skip". Reading one waits for the call of the devices, of several steps.
+      on_phase: `with on_phase(name)` surrounds each of `attnlab.training.checkpoints.PHASES`.
+      tracker: `tracker(workdir, saved)`, with the content of `config.json`, makes a `Tracker` of
+        `attnlab.training.trackers` in the first process. What it raises ends the run.
 
     Returns:
-      0, or 128 + the signal's number if SIGINT or SIGTERM stopped the run, after its state was saved.
+      The run, also where a signal stopped it after it was saved; its `loss` is None then.
 
     Raises:
       UserError: an unusable config, text, model or workdir; a loss or gradient that is not finite.
 
     >>> import tempfile
-    >>> from attnlab.config import default
     >>> class Bigram(nn.Module):
     ...     @nn.compact
     ...     def __call__(self, tokens, deterministic=True, dropout_key=None):
-    ...         return nn.Dense(256)(nn.Embed(256, 16)(tokens))  # [B, T, 256]
-    >>> config = default()
-    >>> config.steps, config.batch_size, config.model.context, config.eval.windows = 2, 4, 8, 4
-    >>> config.data.tokenizer, config.parallel.mesh.data, config.log.tensorboard = "byte", 1, False
-    >>> workdir, losses = tempfile.mkdtemp(), []
-    >>> own = {"model": Bigram(), "optimizer": optax.sgd(0.1), "on_step": lambda _, m: losses.append(float(m["loss"]))}
-    >>> _ = train(config, workdir, **own)  # doctest: +ELLIPSIS
+    ...         return nn.Embed(256, 256)(tokens)  # [B, T, 256]
+    >>> config = configs.default()
+    >>> config.steps, config.data.tokenizer, config.eval.windows, config.parallel.mesh.data = 2, "byte", 4, 1
+    >>> run = train(config, tempfile.mkdtemp(), model=Bigram(), optimizer=optax.sgd(0.1))  # doctest: +ELLIPSIS
     reading python_docs
     ...
-    >>> len(losses)
-    2
+    >>> run.loss == run.records[-1]["loss"]
+    True
     """
-    passed = Passed(layers, mask, score_mod, model, optimizer)
+    passed, hooks = Passed(layers, mask, score_mod, model, optimizer), {"on_phase": on_phase, "tracker": tracker}
+    return _train(config, workdir, passed, on_step=on_step, eval_only=eval_only, **hooks)
+
+
+def _train(config, workdir, passed=NOTHING, *, eval_only, own_process=False, on_step=None, **hooks) -> TrainedRun:
+    """`train`; in a process of its own a signal before the first step, and a second one, end it."""
     plan = runs.resolve(config, workdir, eval_only=eval_only, passed=passed)
     if plan.origin == "finished":
         if jax.process_index() == 0:
             _print_finished(plan)
-        return 0
+        return _trained(plan)
     with PreemptionHandler(own_process, plan.config.parallel.timeout) as preemption:
         try:
-            options = {"on_phase": on_phase, "tracker": tracker, "own_process": own_process}
-            with runs.open(plan, eval_only=eval_only, **options) as run:
+            with runs.open(plan, eval_only=eval_only, own_process=own_process, **hooks) as run:
                 if eval_only:
-                    _print_evaluation(run)
-                    return 0
+                    return TrainedRun(plan.workdir.path, _evaluated(run), 0, passed)
                 has_parts = custom.files() or any(part is not None for part in passed)
                 if has_parts and (fault := compilation.miscompilation()):
                     run.reporter.print(fault)
-                return trainers.Trainer([run], preemption, on_step, on_phase).run()
+                trainer = trainers.Trainer([run], preemption, on_step, hooks.get("on_phase", contextlib.nullcontext))
+                code = trainer.run()
+            return _trained(plan, code)
         except (jax.errors.JaxRuntimeError, TimeoutError) as error:
             if own_process and jax.process_count() > 1 and "RESOURCE_EXHAUSTED" not in str(error):
                 exit_peer_lost(commands.one_line(error))
             raise
+
+
+def _trained(plan: runs.RunPlan, code: int = 0) -> TrainedRun:
+    """The run as its folder has it; the exit code is 0, or 128 + the number of the signal that stopped it."""
+    found = TrainedRun(plan.workdir.path, None, code and code - 128, plan.passed)
+    is_final = not code and jax.process_index() == 0  # others may read the records before the first has written them
+    return found._replace(loss=found.records[-1]["loss"]) if is_final else found
 
 
 def is_finished(config: ConfigDict | RunConfig, workdir: str | Path) -> bool:
@@ -158,8 +189,8 @@ def _print_finished(plan: runs.RunPlan) -> None:
     print(f"{plan.workdir} is finished ({plan.finished} steps): nothing to do{early}")
 
 
-def _print_evaluation(run: runs.Run) -> None:
-    """Evaluate a state on the validation text, and print the loss in the first process."""
+def _evaluated(run: runs.Run) -> float:
+    """The loss of a state on the validation text, which the first process prints."""
     is_first = jax.process_index() == 0
     if is_first:
         status.show("evaluating")
@@ -170,6 +201,7 @@ def _print_evaluation(run: runs.Run) -> None:
             print(f"checkpoint {step} is damaged ({why}); evaluating the newest intact one")
         windows = f"{run.text.validation.windows} windows of {run.plan.config.model.context} tokens"
         print(f"step {run.start}  {metrics.format_scores('validation', scores)}  over {windows}")
+    return scores["loss"]
 
 
 def _define(values, argv):
@@ -191,7 +223,8 @@ def _main(values, own_process: bool, **hooks) -> int:
     status.show("starting the devices")
     processes.connect(completed.parallel.timeout)  # a plan needs all processes
     workdir = values.workdir or Path("runs") / name
-    return train(completed, workdir, eval_only=values.eval_only, own_process=own_process, **hooks)
+    run = _train(completed, workdir, eval_only=values.eval_only, own_process=own_process, **hooks)
+    return 128 + run.signal if run.signal else 0
 
 
 if __name__ == "__main__":

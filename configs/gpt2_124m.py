@@ -11,7 +11,7 @@ updates. The tokenizer is a byte-level BPE with up to 50,257 tokens like GPT-2's
 text. The model pads the vocabulary to 50,304, a multiple of 128.
 
 Memory on an H100: 22.1 GiB, as `attnlab plan --config=gpt2_124m --topology=h100` compiles it (JAX 0.12). Time: 16
-sequences took 39.7 ms there with `--config.model.scan=False` (docs/benchmarks.md), by which all updates take 8.3 days.
+sequences took 36.8 ms there (docs/benchmarks.md), by which all updates take 7.7 days.
 Loss, and a run of more than a few seconds: not measured. One step with a tiny batch runs on a CPU:
 
     … --config.steps=1 --config.batch_size=1 --config.optimizer.accumulation=1 --config.eval.windows=1

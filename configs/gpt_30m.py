@@ -21,7 +21,7 @@ from attnlab.config import default
 
 
 def get_config():
-    """Layers one by one, as GPT-2's step takes 13 % less time on an H100 than with the layers as a loop."""
+    """Layers one by one, as GPT-2's step takes 14 % less time on an H100 than with the layers as a loop."""
     config = default()
     config.data.name = "text"
     config.data.update(tokenizer="bpe", vocab_size=8192, validation_fraction=0.01)

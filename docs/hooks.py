@@ -31,8 +31,10 @@ _PAGES = {  # where the site shows what the README links to outside docs/
     "CONTRIBUTING.md": "development.md",
     "notebooks": "tutorials/index.md",
 }
-_STUDY = re.compile(r"^\{\{ study (\w+) \}\}$", re.MULTILINE)
-_STUDIES = re.compile(r"^\{\{ studies ([\w ]+) \}\}$", re.MULTILINE)
+# Lines that GitHub shows as a link, or not at all.
+_STUDY = re.compile(r"^\[\w+\]\(\.\./studies/(\w+)\.py\)$", re.MULTILINE)
+_STUDIES = re.compile(r"^<!-- studies ([\w ]+) -->$", re.MULTILINE)
+_INCLUDED = re.compile(r"^\[[^]]+\]\((\w+\.txt|(?:\.\./)+(?:launch/)?[A-Z]+\.md)#?(\w*)\)$", re.MULTILINE)
 _OPTIONS = re.compile(r"^\{\{ options \}\}$", re.MULTILINE)
 
 
@@ -51,8 +53,10 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Replaces `{{ study NAME }}` `{{ studies NAME … }}` and `{{ options }}`."""
+    """Puts studies, their tables, the table of options and other files in the place of the lines that name them."""
     markdown = _STUDIES.sub(lambda found: _studies(found[1].split()), markdown)
+    folder = Path(page.file.abs_src_path or ROOT / "docs" / "index.md").parent
+    markdown = _INCLUDED.sub(lambda found: _file(folder / found[1], found[2]), markdown)
     markdown = _OPTIONS.sub(lambda found: _options(), markdown)
     return _STUDY.sub(lambda found: _study(found[1]), markdown)
 
@@ -119,6 +123,11 @@ def _result(name: str) -> Result:
     if result is None or result.claim != registry.claim(registry.load(name)):
         raise PluginError(f"docs/images/studies/{name}.json is missing, or of another claim: run `make figures`")
     return result
+
+
+def _file(path: Path, section: str) -> str:
+    """The line with which the site includes a file, or one of its sections."""
+    return f'--8<-- "{path.resolve().relative_to(ROOT)}{section and f":{section}"}"'
 
 
 def _options() -> str:

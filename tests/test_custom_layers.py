@@ -89,17 +89,16 @@ def test_imported_file_that_no_layer_is_from_is_an_error(trained, tmp_path, caps
 def test_train_takes_layers_mask_and_score_mod(tmp_path, capsys):
     config = quick(steps=2, sample__length=0)
     passed = {"mask": SlidingWindow(left=3), "score_mod": lambda score, b, h, i, j: score - 0.1 * (i - j)}
-    assert train.train(config, tmp_path / "parts", **passed) == 0
+    run = train.train(config, tmp_path / "parts", **passed)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f'load it in Python with: attnlab.load("{tmp_path}/parts", mask=…, score_mod=…)'
-    model = attnlab.load(tmp_path / "parts", **passed).model
-    (layer,) = model.config.layers
+    (layer,) = run.load().model.config.layers
     assert (layer.mask, layer.score_mod) == tuple(passed.values())
     with pytest.raises(UserError, match=r"with mask = SlidingWindow\(left=3, right=0\), and mask= gives None"):
         attnlab.load(tmp_path / "parts")
     with pytest.raises(UserError, match=r"and mask= gives SlidingWindow\(left=4"):
         train.train(config, tmp_path / "parts", **passed | {"mask": SlidingWindow(left=4)})
-    assert train.train(config, tmp_path / "layers", layers=Doubling) == 0
+    train.train(config, tmp_path / "layers", layers=Doubling)
     assert config.model.layers == "attention"
     assert attnlab.load(tmp_path / "layers").model.config.layers[0].module is Doubling
     with pytest.raises(UserError, match="score_mod= is for attention, and layers of Doubling have none: leave it out"):
@@ -108,7 +107,7 @@ def test_train_takes_layers_mask_and_score_mod(tmp_path, capsys):
 
 def test_own_model_says_its_precision_and_what_works(tmp_path, capsys):
     config = quick(steps=2, data__tokenizer="byte", precision="auto")
-    assert train.train(config, tmp_path / "run", model=Bigram()) == 0
+    train.train(config, tmp_path / "run", model=Bigram())
     shown = capsys.readouterr().out
     saved = json.loads((tmp_path / "run/config.json").read_text())
     assert "in float32 (products in full precision), into" in shown and saved["precision"] == "float32"

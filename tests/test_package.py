@@ -197,6 +197,11 @@ def test_python_blocks_of_a_page_run(page):
         exec(compile(block, name, "exec"), names)
 
 
+def test_coverage_names_paths_that_exist():
+    for path in re.findall(r"`([\w/]+(?:\.py|/))`", (REPOSITORY / "docs" / "coverage.md").read_text(encoding="utf-8")):
+        assert any((folder / path).exists() for folder in (PACKAGE, REPOSITORY / "tests", REPOSITORY)), path
+
+
 def test_readme_fits_a_screen_and_its_pictures_are_small():
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     pictures = [REPOSITORY / path for path in re.findall(r'<img src="([^"]+)"', text)]

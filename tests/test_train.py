@@ -95,7 +95,7 @@ def test_finished_run_started_again_or_evaluated_writes_nothing(undisturbed, cap
 def with_history(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "history"
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert train.train(runs.quick(checkpoint__history=5, log__profile="3:4", sample__every=8), workdir) == 0
+        train.train(runs.quick(checkpoint__history=5, log__profile="3:4", sample__every=8), workdir)
     assert re.findall(r"--- sample at step (\d+):", out.getvalue()) == ["8", "12"]
     return workdir
 
@@ -108,7 +108,7 @@ def test_profile_has_the_steps_that_were_asked_for(with_history):
 
 def test_failing_sample_does_not_cost_the_record(tmp_path, undisturbed, monkeypatch, capsys):
     monkeypatch.setattr("attnlab.training.trainer.generate", lambda *_, **__: (1 / 0 for _ in "a"))
-    assert train.train(runs.quick(sample__every=8), tmp_path) == 0
+    train.train(runs.quick(sample__every=8), tmp_path)
     assert "no sample at step 12 (division by zero)" in capsys.readouterr().out
     assert runs.records(tmp_path) == runs.records(undisturbed)
 
@@ -137,7 +137,8 @@ def stopped_at_6(tmp_path_factory):
     with pytest.raises(runs.CrashError):
         train.train(runs.quick(checkpoint__history=5), workdir, on_step=runs.crash_at(1))
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert train.train(runs.quick(checkpoint__history=5), workdir, on_step=on_step) == 128 + signal.SIGTERM
+        stopped = train.train(runs.quick(checkpoint__history=5), workdir, on_step=on_step)
+    assert (stopped.signal, stopped.loss, stopped.records[-1]["step"]) == (signal.SIGTERM, None, 6)
     said = r"stopped: step 6 is saved in .*checkpoints; the same command resumes from there"
     assert re.search(said, out.getvalue())
     return workdir
@@ -183,7 +184,6 @@ import os, sys, time
 from attnlab import train
 
 number, at = int(sys.argv.pop(1)), int(sys.argv.pop(1))
-whole = train.train
 
 def on_step(step, metrics):
     if step == at:
@@ -191,8 +191,7 @@ def on_step(step, metrics):
         os.kill(os.getpid(), number)
         time.sleep(0.5)  # a thread receives it
 
-train.train = lambda *args, **options: whole(*args, **options, on_step=on_step)
-sys.exit(train.main())"""
+sys.exit(train.main(on_step=on_step))"""
 
 
 @pytest.mark.slow
@@ -357,8 +356,8 @@ def test_run_extended_during_warmup_equals_the_longer_run(tmp_path):
     options, model = {"steps": 20, "checkpoint__keep": 1, "checkpoint__every": 10}, runs.Bigram()
     with pytest.raises(runs.CrashError):
         train.train(runs.quick(checkpoint__history=5), tmp_path / "run", model=model, on_step=runs.crash_at(7))
-    assert train.train(runs.quick(checkpoint__history=0, **options), tmp_path / "run", model=model) == 0
-    assert train.train(runs.quick(**options), tmp_path / "whole", model=model) == 0
+    train.train(runs.quick(checkpoint__history=0, **options), tmp_path / "run", model=model)
+    train.train(runs.quick(**options), tmp_path / "whole", model=model)
     assert runs.records(tmp_path / "run") == runs.records(tmp_path / "whole")
     assert set(runs.kept(tmp_path / "run")) == {0, 1, 2, 5} | set(runs.kept(tmp_path / "whole"))
 

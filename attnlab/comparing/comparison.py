@@ -271,7 +271,7 @@ def _check_own(made: Sequence[Part]) -> None:
                 checked.add(layer.kind)
                 if faults := check_layer(layer.make(model), model.width):
                     raise UserError(f"{layer.kind}: {faults[0]}: fix it, or skip this check with --check=off")
-                print(f"{layer.kind}: causal, the same in pieces and packed, finite gradients; also padded and stacked")
+                print(f"{layer.kind}: causal, the same in pieces, padded and stacked, and packed if it may be")
 
 
 def _tuning(part: Part) -> list:

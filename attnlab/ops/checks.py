@@ -23,6 +23,7 @@ _REMEDIES = {
     "local_window_size": "use mask=masks.SlidingWindow(left, right)",
     "dropout_p": "use dropout_rate=",
     "implementation": "use impl=",
+    "dropout_rng": "give a module of flax attention_fn=attnlab.interop.flax.attention_fn()",
     "enable_gqa": "use k and v with fewer heads; it needs no flag",
     "way": "leave it out, every device gathers all keys",
 }
@@ -193,7 +194,10 @@ def dropout_rate(rate, key) -> float:
     if not 0 <= rate < 1:
         raise ValueError(f"dropout_rate = {rate}: expected a probability in [0, 1)")
     if rate and key is None:
-        raise ValueError(f"dropout_rate = {rate} needs dropout_key: one PRNG key, or one per example")
+        raise ValueError(
+            f"dropout_rate = {rate} needs dropout_key: one PRNG key, or one per example; in a module "
+            "of flax use attention_fn=attnlab.interop.flax.attention_fn()"
+        )
     if rate and not isinstance(key, jax.Array | np.ndarray):
         raise ValueError(f"dropout_key = {key!r}: expected a PRNG key, e.g. jax.random.key(0)")
     return rate

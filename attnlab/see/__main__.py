@@ -6,8 +6,8 @@
 
 Train the second folder with --config.checkpoint.history=20, which keeps checkpoints of the whole run. The third holds a
 Hugging Face model: `config.json`, `model.safetensors`, and its tokenizer files. Without a prompt, the page shows a
-window of the run's validation text; for a run on a text file, name it with --text. `python -m attnlab.see` is the same
-command.
+window of the run's validation text; for a run on a text file that has moved, name it with --text. `python -m
+attnlab.see` is the same command.
 
 The page also has scores and the effect of each head. Duplicate and induction heads are scored on 32 sequences of random
 tokens, each repeating with a random period; the other kinds on up to 32 windows of the validation text, if there is
@@ -17,7 +17,6 @@ the prompts, when a head's output is replaced by its mean.
 
 import contextlib
 import functools
-import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +38,7 @@ from attnlab.nn.mixers.interface import CausalMixer, RecurrentMixer
 from attnlab.see.head_scores import KINDS as SCORES
 from attnlab.see.pages.document import is_page
 from attnlab.support.errors import UserError
+from attnlab.support.extras import require
 from attnlab.training.loading import checkpoints_of, chosen_step, load, peek
 from attnlab.training.workdir import Workdir
 from attnlab.types import Array
@@ -62,7 +62,7 @@ def _define(values, argv):
     flags.DEFINE_string("out", None, "the page; see.html in the workdir when absent", flag_values=values)
     longest = f"most tokens of a prompt; the model's context, up to {LONGEST}, when absent"
     flags.DEFINE_integer("length", None, longest, flag_values=values)
-    meaning = "the file that the run was trained on, if it was trained on a file"
+    meaning = "the file that the run was trained on, where it has moved"
     flags.DEFINE_string("text", None, meaning, flag_values=values)
     flags.DEFINE_bool("effects", True, "measure the loss without each head", flag_values=values)
     flags.DEFINE_integer("max_bytes", 4 << 20, "size that the page may have", flag_values=values)
@@ -71,8 +71,7 @@ def _define(values, argv):
 def _main(values, own_process: bool) -> int:
     if values.workdir is None:
         raise UserError("--workdir is missing: name the folder of a run, e.g. --workdir=runs/quickstart")
-    if any(importlib.util.find_spec(name) is None for name in ("matplotlib", "PIL")):
-        raise UserError("a page holds a picture, drawn by matplotlib: pip install 'attnlab[plots]'")
+    require("matplotlib.pyplot", "plots", "the picture in a page")
     workdir = Path(values.workdir)
     out = _checked_out(values.out, workdir)
     if own_process:
@@ -216,7 +215,8 @@ def _windows(
     fields = {"model.context": length, "optimizer.accumulation": 1, "batch_size": size, "eval.windows": size}
     fields["data.store"] = ""  # the run may come from another machine
     try:
-        if text is None and (elsewhere := config.data.path or config.data.mixture):
+        elsewhere = config.data.path or config.data.mixture
+        if text is None and elsewhere and not Path(config.data.path).is_file():
             raise UserError(f"{workdir} was trained on {elsewhere}, outside of it: name the text with --text=FILE")
         if text is not None:
             fields |= {"data.path": text, "data.name": "text", "data.mixture": ""}

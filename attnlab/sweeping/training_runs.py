@@ -26,9 +26,9 @@ def define(values) -> None:
     flags.DEFINE_integer("jobs", 1, "processes at a time; times are comparable with 1 alone", 1, flag_values=values)
     meaning = (
         "runs that differ in seed and learning rate alone are trained so many together, as one program; auto: as many "
-        "as the device holds where that is faster, which is measured, and on CPUs 1; not tried on a GPU yet"
+        "as the device holds where that is faster, which is measured, and on CPUs 1"
     )
-    flags.DEFINE_string("together", "1", meaning, flag_values=values)
+    flags.DEFINE_string("together", together.AUTO, meaning, flag_values=values)
 
 
 def checked(values) -> str:

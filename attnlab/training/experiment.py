@@ -101,6 +101,12 @@ class Experiment:
         """How many parameters the model has."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state.params))
 
+    @functools.cached_property
+    def steps_per_call(self) -> int:
+        """The most updates of one call of the devices."""
+        platform = self.parallel.mesh.devices.flat[0].platform
+        return states.steps_per_call(self.config, platform, self.parameters)
+
     def train_steps(self, state, batches: Sequence[Batch], fixed=None, room: int = 1) -> tuple:
         """(The state after a step on each of some batches, metrics float32 `[room]`, set for each); consumes the state.
 
@@ -135,7 +141,7 @@ class Experiment:
             with precision.products(self.config.precision):  # a context of one thread
                 lower().compile()
 
-        train = functools.partial(self.lower, runs, self.config.parallel.steps_per_call)
+        train = functools.partial(self.lower, runs, self.steps_per_call)
         evaluation = functools.partial(self.lower_eval, runs)
         pool = ThreadPoolExecutor(2, "attnlab-compile")
         self._ahead = {"train": pool.submit(into_cache, train), "eval": pool.submit(into_cache, evaluation)}

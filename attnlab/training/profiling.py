@@ -66,13 +66,13 @@ class Profiler:
 
 
 class Timer:
-    """Training time since the last `restart`: `seconds` for `steps` steps, of which `waited` seconds for data.
+    """Training time from the last `restart` to the last `stop`: seconds a step, and the share that waited for data.
 
-    `pace` is the seconds of a step; 0 as long as none is known.
+    `pace` is 0 as long as none is known; `waited` counts seconds.
     """
 
     def __init__(self, step: int):
-        self.steps = self.seconds = self.pace = 0
+        self.pace = self.waited_share = 0.0
         self.restart(step)
 
     def restart(self, step: int) -> None:
@@ -82,8 +82,8 @@ class Timer:
         self._began += seconds
 
     def stop(self, step: int) -> None:
-        self.steps, self.seconds = step - self._step, self.elapsed()
-        self.pace = self.seconds / self.steps if self.steps else self.pace
+        if step > self._step:
+            self.pace, self.waited_share = self.elapsed() / (step - self._step), self.waited / self.elapsed()
 
     def elapsed(self) -> float:
         return time.perf_counter() - self._began

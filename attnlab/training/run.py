@@ -180,7 +180,7 @@ def open(
     Args:
       plan: what `resolve` returns.
       eval_only, on_phase, tracker: as in `attnlab.train.train`.
-      own_process: as in `attnlab.train.train`; compile what comes next while the state is made.
+      own_process: compile what comes next while the state is made.
       program: what `load` returned for this plan, or for one that shares its program.
       together: how many runs are trained as one program.
 

@@ -144,7 +144,7 @@ class Trainer:
             self._timer.waited += time.perf_counter() - requested
         last = step + len(taken)
         with profiler.step(step + 1), self.on_phase("compile" if first else "step"):
-            room = self.config.parallel.steps_per_call
+            room = self.experiment.steps_per_call
             self.state, metrics = self.experiment.train_steps(self.state, taken, self._fixed, room)
             if first:
                 jax.block_until_ready(self.state)
@@ -163,7 +163,7 @@ class Trainer:
 
     def _steps_ahead(self, step: int) -> int:
         """How many steps the next call has: up to the next pause, and at most `CALL` seconds."""
-        config, room = self.config, self.config.parallel.steps_per_call
+        config, room = self.config, self.experiment.steps_per_call
         if room == 1 or step == self.start:  # before the first step, there is nothing to save
             return 1
         every = [config.eval.every, config.checkpoint.every, config.sample.every or config.steps]
@@ -195,7 +195,9 @@ class Trainer:
         while len(self._unread) > (not wait):
             call = self._unread.popleft()
             read = {name: x.reshape(len(x), -1) for name, x in jax.device_get(call.metrics).items()}
-            self._timer.stop(call.last)
+            # The dispatch of a loop may last as long as the loop: then later calls have ended as well.
+            ended = [call, *(each for each in self._unread if each.metrics["loss"].is_ready())][-1].last
+            self._timer.stop(ended)
             for number, step in enumerate(range(call.first, call.last + 1)):
                 rows = {place: {name: float(x[number, place]) for name, x in read.items()} for place in self._runs}
                 for place, metrics in rows.items():
@@ -203,7 +205,7 @@ class Trainer:
                 if self._logs(step):
                     self._write_metrics(step, {place: rows[place] for place in self._runs})
             if any(map(self._logs, range(call.first, call.last + 1))):
-                self._timer.restart(call.last)
+                self._timer.restart(ended)
 
     def _check(self, place: int, step: int, metrics: dict) -> None:
         """End a run with metrics that are not finite, or report the step that its optimizer skips."""
@@ -216,7 +218,7 @@ class Trainer:
 
     def _write_metrics(self, step: int, rows: dict[int, dict]) -> None:
         """Record a step of each run that goes on."""
-        tokens_per_second = self._timer.steps * self._tokens(1) / self._timer.seconds  # of one run
+        tokens_per_second = self._tokens(1) / self._timer.pace  # of one run
         together, rate = self._count * tokens_per_second, self.experiment.learning_rate
         peaks = metrics_lib.memory_peaks(jax.local_devices())
         for place, row in rows.items():
@@ -235,7 +237,7 @@ class Trainer:
                 tokens_per_second=tokens_per_second,
                 mfu=self._flops * together / (self._peak_flops * self._devices),
                 peak_flops=self._peak_flops,
-                data_wait_time_share=self._timer.waited / self._timer.seconds,
+                data_wait_time_share=self._timer.waited_share,
                 **peaks,
             )
         shown = "  ".join(metrics_lib.format_scores("train", row) for row in rows.values())

@@ -259,6 +259,12 @@ def nnx_results(modules, *args, **options):
     return nnx.jit(lambda modules, *args: [module(*args, **options) for module in modules])(modules, *args)
 
 
+def test_operator_as_an_attention_fn_of_nnx_names_the_right_one():
+    layer = nnx.MultiHeadAttention(4, 8, decode=False, attention_fn=attnlab.attention, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="no argument 'dropout_rng': .*attention_fn=attnlab.interop.flax.attention_fn"):
+        layer(X)
+
+
 def test_nnx_attention_equals_nnx():
     calls = ({}, {"is_causal": True}, {"mask": HALF}, {"mask": HALF, "is_causal": True})
     outputs = nnx.jit(lambda modules, x: [[module(x, **call) for call in calls] for module in modules])

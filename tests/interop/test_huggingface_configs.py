@@ -286,7 +286,7 @@ MODEL = model_of("llama")
 HYBRID = {"layers": (layer("gated_delta", gate=False), layer(qk_norm=True, qk_norm_joint=True))}
 ALONE = {"mlp_ratio": 0.0, "mlp": "plain", "activation": "gelu_tanh"}
 EXPORTS = {
-    "no family has it": (layers("attention", sinks=True), None, "no family of transformers has this model; .*gpt2, ll"),
+    "no family has it": (layers("attention", sinks=True), None, "this model .model.*gpt2 .*llama.*: train llama_tiny"),
     "mask": (layers("attention", mask=Causal()), "llama", r"model.attention.mask = Causal\(\): llama .*None"),
     "kind": (layers("forget") | {"positions": "auto"}, None, "model.layers = 'forget': .*no layers of forget"),
     "kinds": (layers("attention", "gru"), None, "model.layers = 'attention gru': .*no layers of gru"),

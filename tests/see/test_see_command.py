@@ -63,12 +63,9 @@ def gpt2(tmp_path_factory):
 
 
 def see(capsys, workdir, *options):
-    """Exit code, standard output and standard error of the command, which is told where the text is."""
-    config = Path(workdir) / "config.json"
-    text = json.loads(config.read_text()).get("data", {}).get("path") if config.exists() else None
-    named = [f"--text={text}"] if text and Path(text).exists() else []
+    """Exit code, standard output and standard error of the command."""
     capsys.readouterr()
-    code = main(["attnlab", "see", f"--workdir={workdir}", *named, *options])
+    code = main(["attnlab", "see", f"--workdir={workdir}", *options])
     return code, *capsys.readouterr()
 
 
@@ -184,7 +181,7 @@ def test_tokens_of_bytes_are_shown_as_text_or_by_their_number():
     assert labels == ["e", "l", "\udcc3"]
 
 
-def test_text_and_store_that_the_config_of_a_run_names_are_left_alone(run, capsys, tmp_path):
+def test_store_and_text_that_is_no_file_are_left_alone(run, capsys, tmp_path):
     """The folder may come from elsewhere."""
     store = tmp_path / "tokens"
     workdir = copied(run, tmp_path, tmp_path / "text.txt", store=str(store))

@@ -1,6 +1,7 @@
 """Runs that start from a GPT-2 or another run take its weights, shape and tokenizer, also when resumed."""
 
 import contextlib
+import functools
 import io
 import json
 import shutil
@@ -163,8 +164,7 @@ def test_resume_after_source_is_deleted_is_bit_exact(gpt2, text, tmp_path):
     more = {"optimizer__learning_rate": 1e-3, "checkpoint__every": 2}
     assert finetune(source, text, tmp_path / "whole", **more) == 0
     with pytest.raises(CrashError), pytest.MonkeyPatch.context() as patch:
-        whole = train.train
-        patch.setattr(train, "train", lambda *args, **kwargs: whole(*args, **kwargs, on_step=crash_at(3)))
+        patch.setattr(train, "main", functools.partial(train.main, on_step=crash_at(3)))
         finetune(source, text, tmp_path / "run", **more)
     shutil.rmtree(source)
     for name in ("run", "whole"):  # the second is finished: nothing to do

@@ -4,12 +4,14 @@ import contextlib
 import functools
 import io
 import signal
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import attnlab
 from attnlab import config as configs
 from attnlab import train
 from attnlab.data.batches import Batch, Stacked, TrainBatches
@@ -75,15 +77,31 @@ def test_run_killed_at_every_step_of_a_call_resumes_in_other_calls(tmp_path, mon
     monkeypatch.setattr(Experiment, "train_steps", lambda *args: counts.append(len(args[2])) or take(*args))
     own = {"model": runs.Bigram()}
     fields = {"data__tokenizer": "byte", "model__dropout": 0.0}
-    assert train.train(runs.quick(**fields), tmp_path / "undisturbed", **own) == 0
+    train.train(runs.quick(**fields), tmp_path / "undisturbed", **own)
     for step in range(1, 12):
         config = runs.quick(parallel__steps_per_call=(5, 3)[step % 2], **fields)
         with pytest.raises(runs.CrashError), contextlib.redirect_stdout(io.StringIO()):
             train.train(config, tmp_path / "run", on_step=runs.crash_at(step), **own)
-    assert train.train(runs.quick(parallel__steps_per_call=16, **fields), tmp_path / "run", **own) == 0
+    train.train(runs.quick(parallel__steps_per_call=16, **fields), tmp_path / "run", **own)
     assert set(counts) == {1, 2, 3}  # from one save or evaluation to the next: at 4, 5, 8, 10 and 12
     assert runs.records(tmp_path / "run") == runs.records(tmp_path / "undisturbed")
     assert runs.same_checkpoints(tmp_path / "run", tmp_path / "undisturbed")
+
+
+def test_rates_of_calls_are_of_their_own_time(tmp_path, monkeypatch):
+    """Where a dispatch lasts as long as its call, as that of a loop on a GPU: 1/128 s a step here."""
+    clock, take = types.SimpleNamespace(now=0.0), Experiment.train_steps
+
+    def train_steps(run, state, batches, *rest):
+        clock.now += len(batches) / 128
+        return jax.block_until_ready(take(run, state, batches, *rest))
+
+    monkeypatch.setattr(Experiment, "train_steps", train_steps)
+    monkeypatch.setattr(profiling, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+    fields = {"data__tokenizer": "byte", "model__dropout": 0.0, "steps": 32, "eval__every": 13, "checkpoint__every": 64}
+    config = runs.quick(parallel__steps_per_call=4, log__every=1, **fields)
+    train.train(config, tmp_path / "run", model=runs.Bigram())
+    assert {*attnlab.metrics(tmp_path / "run", "train")["tokens_per_second"]} == {8 * 16 * 128}
 
 
 # --- runs together
@@ -216,8 +234,8 @@ def test_runs_together_have_folders_as_each_alone_and_resume_in_any_grouping(alo
         members = [opened.enter_context(open(plan, program=program, together=2)) for plan in made]
         Trainer(members, preemption, on_step=runs.crash_at(7)).run()
     assert [runs.kept(tmp_path / f"seed={seed}") for seed in range(2)] == [[4], [4]]
-    code, out = quietly(train.train, runs.quick(seed=0, **fields), tmp_path / "seed=0")  # one goes on alone
-    assert code == 0 and "resumed from step 4" in out
+    run, out = quietly(train.train, runs.quick(seed=0, **fields), tmp_path / "seed=0")  # one goes on alone
+    assert run.signal == 0 and "resumed from step 4" in out
     code, out = quietly(together.train_all, configs_of(tmp_path, range(1, 4)), "2")  # one alone, two together
     assert code == 0
     assert_alike(tmp_path, alone, range(4))

@@ -46,8 +46,10 @@ def make_config(model: GPT, model_type: str | None = None) -> dict:
     if others := [layer.kind for layer in model.config.used if kind_of(layer) not in kinds]:
         layers = _words(model.config)
         raise UserError(
-            f"model.layers = {layers!r}: models of transformers that are written have no layers of {others[0]}"
+            f"model.layers = {layers!r}: models of transformers that are written have no layers of {others[0]}: "
+            f"expected {', '.join(sorted(kinds))}"
         )
+    misfits = []
     for name in [model_type] if model_type else written:
         config = {
             "architectures": [FAMILIES[name].architecture],
@@ -57,11 +59,12 @@ def make_config(model: GPT, model_type: str | None = None) -> dict:
         }
         if (misfit := _misfit(model.config, name, config)) is None:
             return config
+        misfits.append(misfit)
     if model_type:
         raise UserError(misfit)
     raise UserError(
-        f"no family of transformers has this model; to hear what one of them lacks, give model_type, one of "
-        f"{', '.join(written)}"
+        f"no family of transformers has this model ({'; '.join(misfits[:2])}): train llama_tiny or gpt2_124m, or "
+        f"read what another lacks with model_type, one of {', '.join(written)}"
     )
 
 

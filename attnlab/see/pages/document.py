@@ -16,6 +16,7 @@ from attnlab.see.pages import encoding
 from attnlab.see.pages.contents import Contents, contents
 from attnlab.see.results import Effects, Run
 from attnlab.support import documents
+from attnlab.support.extras import require
 from attnlab.support.paths import write_text
 
 FOLDER = Path(__file__).parent
@@ -161,12 +162,11 @@ def _numbers(table: np.ndarray | np.floating) -> list | float | None:
 
 def _picture(shown: Contents) -> bytes:
     """All heads on the first prompt at the last checkpoint: a PNG of at most `PICTURE_BYTES`."""
-    try:
-        from PIL import Image  # comes with matplotlib, which is an extra
+    require("matplotlib.pyplot", "plots", "the picture in a page")
+    from PIL import Image  # comes with matplotlib
 
-        from attnlab import plots
-    except ImportError as error:
-        raise ImportError("a page holds a picture, drawn by matplotlib: pip install 'attnlab[plots]'") from error
+    from attnlab import plots
+
     last = shown.prompts[0].weights[-1]
     layers = np.split(last, np.cumsum(shown.heads)[:-1])
     # Without the page's title, which may have $ and characters that matplotlib's font lacks.
