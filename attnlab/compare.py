@@ -87,15 +87,17 @@ def _main(values, argv: list[str]) -> int:
         raise UserError(f"--learning_rates={','.join(values.learning_rates)}: expected numbers") from error
     arguments = {name: values[name].value for name in ("seeds", "tuning_seeds", "match", "match_length")}
     arguments |= {"learning_rates": rates, "tasks": values.tasks, "known_tasks": known, "published": published}
-    made = comparison.parts(options, variants, folder := Path(values.workdir or f"runs/{name}-comparison"), **arguments)
-    used = [layer for part in made for variant in part.variants for layer in part.config_of(variant).model.used]
+    folder, together = Path(values.workdir or f"runs/{name}-comparison"), training_runs.checked(values)
+    parts = comparison.parts(options, variants, folder, **arguments)
+    used = [layer for part in parts for variant in part.variants for layer in part.config_of(variant).model.used]
     custom.check_used(values["import"].value, used)
+    if values.check == "on":
+        comparison.check_layers(parts)
     if values.dry_run:
-        return _print_runs(made)
-    how = {"together": training_runs.checked(values), "jobs": values.jobs, "check": values.check == "on"}
+        return _print_runs(parts)
     try:
         command = shlex.join(["attnlab", "compare", *argv[1:]])
-        found = comparison.run(made, folder, command=command, **how)
+        found = comparison.run(parts, folder, together=together, jobs=values.jobs, command=command)
     except KeyboardInterrupt as stopped:
         return 128 + stopped.args[0] if stopped.args else 130
     print(f"the page of all is {found.page}")
@@ -114,10 +116,10 @@ def _set_defaults(values, file: str | None) -> None:
             raise UserError(f"{file}: COMPARE: {commands.one_line(error)}") from error
 
 
-def _print_runs(made: list[Part]) -> int:
+def _print_runs(parts: list[Part]) -> int:
     """The runs of a comparison, and an estimate of their time."""
     count = seconds = 0
-    for part in made:
+    for part in parts:
         print(f"--- {part.name or 'text'}: {' '.join(part.protocol.options)}")
         vocab_size = comparison.vocab_size(part)
         for variant in part.variants:

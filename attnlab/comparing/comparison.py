@@ -66,7 +66,7 @@ class Comparison:
         self.failed = {name: error for part in found.values() for name, error in part.failed.items()}
 
     def verdict(self, variant: str, task: str | None = None) -> str | None:
-        """Whether a variant is "better", "worse", "not told apart" or "failed"; None for the first one."""
+        """The verdict on a variant, such as "better"; None for the first one."""
         rows = {row["variant"]: row["verdict"] for row in self._part(task).rows}
         if variant not in rows:
             raise KeyError(f"{variant!r}{nearest(variant, rows)}: expected one of {', '.join(rows)}")
@@ -76,9 +76,13 @@ class Comparison:
         """The columns that answer the question, as text."""
         return tables.as_text(self._part(task).sections[0].table.cells)
 
+    def workdirs(self, variant: str, task: str | None = None) -> list[Path]:
+        """The folders of a variant's runs, which `attnlab.load` takes."""
+        return self._part(task).workdirs[variant]
+
     def curves(self, variant: str, task: str | None = None) -> list[np.ndarray]:
         """Of each run of a variant, tokens, seconds and loss at its validations: `[n, 3]`."""
-        return self._part(task).curves[variant]
+        return list(map(protocols.curve, self.workdirs(variant, task)))
 
     def frame(self):
         """The rows as a data frame of pandas; UserError where it is not installed."""
@@ -105,7 +109,7 @@ class _Found(NamedTuple):
 
     rows: list[dict[str, Any]]
     sections: list[page.Section]
-    curves: dict[str, list[np.ndarray]]
+    workdirs: dict[str, list[Path]]
     failed: dict[str, str]
     about: dict[str, str]
 
@@ -155,27 +159,27 @@ def compare(
     >>> options = {"workdir": tempfile.mkdtemp(), "seeds": 2, "learning_rates": [1e-2]}
     >>> found = compare(small, kinds, **options)  # doctest: +ELLIPSIS
     1/4 ...
-    >>> found.verdict("near") in ("better", "worse", "not told apart")
-    True
+    >>> [row["variant"] for row in found.rows], isinstance(found.verdict("near"), str)
+    (['softmax', 'near'], True)
     """
     arguments = {"seeds": seeds, "tuning_seeds": tuning_seeds, "learning_rates": learning_rates, "tasks": tasks}
     arguments |= {"match": match or "none", "match_length": match_length}
-    made = parts(_options(config), variants, Path(workdir), **arguments)
-    return run(made, Path(workdir), together=str(together), jobs=0, check=check, command="attnlab.comparing.compare")
-
-
-def run(made: Sequence[Part], folder: Path, *, together: str, jobs: int, check: bool, command: str) -> Comparison:
-    """Train, measure and report the parts of a comparison, in so many processes at a time, or in this one for 0."""
+    found = parts(_options(config), variants, Path(workdir), **arguments)
     if check:
-        _check_own(made)
-    first = made[0]
+        check_layers(found)
+    return run(found, Path(workdir), together=str(together), jobs=0, command="attnlab.comparing.compare")
+
+
+def run(parts: Sequence[Part], folder: Path, *, together: str, jobs: int, command: str) -> Comparison:
+    """Train, measure and report the parts of a comparison, in so many processes at a time, or in this one for 0."""
+    first = parts[0]
     content = {"variants": {variant.name: variant.options for variant in first.variants}}
-    content |= {"options": first.protocol.options, "tasks": [part.name for part in made if part.name]}
-    total = sum(len(_tuning(part)) + len(part.variants) * len(part.protocol.seeds) for part in made)
+    content |= {"options": first.protocol.options, "tasks": [part.name for part in parts if part.name]}
+    total = sum(len(_tuning(part)) + len(part.variants) * len(part.protocol.seeds) for part in parts)
     try:
         with training_runs.claimed(folder, MARKER, content) as lock:
             runner = training_runs.Runner(total, jobs, together, lock)
-            found = {part.name: _compare(part, runner) for part in made}
+            found = {part.name: _compare(part, runner) for part in parts}
             names = [variant.name for variant in first.variants]
             about = found[first.name].about | {"command": command}
             sections = [section for part in found.values() for section in part.sections]
@@ -211,7 +215,7 @@ def parts(
     published: Mapping[str, Published] = {},
 ) -> list[Part]:
     """The parts of a comparison, checked before anything starts; arguments as of `compare`."""
-    made, config = variants_.made(variants), config_of(options)
+    named_variants, config = variants_.of_values(variants), config_of(options)
     if match_length is not None and match != "state":
         raise UserError(f"--match_length={match_length} is of --match=state: leave it out")
     options = [*options, *(one for one in DEFAULTS if not _sets(options, one))]
@@ -226,9 +230,9 @@ def parts(
         measure = "accuracy" if is_task else "loss"
         protocol = Protocol((*options, *more), tuple(sorted(rates)), **seeds_of, measure=measure)
         where = folder / grid.folder_name(name) if name else folder
-        part = Part(name, where, protocol, made, match, published.get(name))
+        part = Part(name, where, protocol, named_variants, match, published.get(name))
         if match != "none":
-            matched = variants_.matched(made, protocol.options, vocab_size(part), match, match_length)
+            matched = variants_.matched(named_variants, protocol.options, vocab_size(part), match, match_length)
             part = part._replace(variants=matched)
         for variant in part.variants:
             protocol.final(variant, protocol.rates[0])  # raises the errors of its config
@@ -261,10 +265,10 @@ def vocab_size(part: Part) -> int:
         return found.tokenizer.vocab_size
 
 
-def _check_own(made: Sequence[Part]) -> None:
+def check_layers(parts: Sequence[Part]) -> None:
     """Raise UserError for the first failed check of a custom layer."""
     checked = set()
-    for config in (part.config_of(each) for part in made for each in part.variants):
+    for config in (part.config_of(each) for part in parts for each in part.variants):
         model = config.changed({"precision": "float32", "model.dropout": 0.0}).model
         for layer in model.used:
             if custom.is_custom(layer.kind) and layer.kind not in checked:
@@ -295,8 +299,8 @@ def _compare(part: Part, runner: training_runs.Runner) -> _Found:
     table.write(rows, folder, found.sentences, found.notes)
     print(f"All columns are in {folder / table.TABLE} and {table.TEXT}, with notes on how to read them.")
     sections = [found, *_replicate(part, final, measured)]
-    curves = {name: [protocols.curve(folder / point.name) for point in points] for name, points in final.items()}
-    return _Found(rows, sections, curves, failed, _about(part, final, measured))
+    workdirs = {name: [folder / point.name for point in points] for name, points in final.items()}
+    return _Found(rows, sections, workdirs, failed, _about(part, final, measured))
 
 
 def _replicate(part: Part, final, measured) -> list[page.Section]:
@@ -357,7 +361,7 @@ def _on_times(final, folder: Path, jobs: int) -> list[str]:
 
 
 def _about(part: Part, final, measured: Mapping[str, Mapping]) -> dict[str, str]:
-    """What results are of, by name."""
+    """The circumstances of results, by name."""
     config = final[part.variants[0].name][0].config
     tokens = config.batch_size * config.model.context
     about = {

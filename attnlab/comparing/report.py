@@ -1,4 +1,4 @@
-"""What a comparison says of its results: the section of its page, with notes, curves and the configs of its runs."""
+"""The report of a part of a comparison: the section of its page, with notes, curves and the configs of its runs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

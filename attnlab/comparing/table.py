@@ -105,7 +105,7 @@ def rows(
 
 
 def _at_equal_time(workdirs: Sequence[Sequence[Path]]) -> np.ndarray:
-    """The losses of all runs after as many seconds as the fastest run takes; a run that diverged has that of chance."""
+    """The losses of all runs after as many seconds as the fastest run takes; of chance for one that diverged."""
     curves = [[protocols.curve(workdir) for workdir in of_variant] for of_variant in workdirs]
     ended = [[not protocols.diverged(workdir) for workdir in of_variant] for of_variant in workdirs]
     ends = [c[-1, 1] for found, whole in zip(curves, ended) for c, is_whole in zip(found, whole) if is_whole and len(c)]

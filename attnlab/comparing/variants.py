@@ -35,7 +35,7 @@ class Variant(NamedTuple):
     comparable: bool = True  # False if sizes are matched, and its size differs by more than 5 % from the first's
 
 
-def made(variants: Mapping[str, Any]) -> list[Variant]:
+def of_values(variants: Mapping[str, Any]) -> list[Variant]:
     """Variants of names, and what makes each: see `attnlab.comparing.compare`."""
     found = [Variant(name, *options_of(name, what)) for name, what in variants.items()]
     if len(found) < 2:
@@ -44,7 +44,7 @@ def made(variants: Mapping[str, Any]) -> list[Variant]:
 
 
 def parse(texts: Sequence[str], file: str | None) -> dict[str, Any]:
-    """What makes each variant, from texts "NAME: FIELD=VALUE …", and from the dictionary VARIANTS of a file."""
+    """The values that make variants, from texts "NAME: FIELD=VALUE …", and from the dictionary VARIANTS of a file."""
     found = [_parsed(text) for text in texts]
     in_file = fields_of_file(file, "VARIANTS") if file else {}
     if file and not in_file:

@@ -35,7 +35,7 @@ class Progress:
         file=None,
         clock: Callable[[], float] | None = None,
     ):
-        self._console = _Console(file=file, quiet=quiet, soft_wrap=True, highlight=False)
+        self._console = _Console(file=file, quiet=quiet, soft_wrap=True, highlight=False, force_jupyter=False)
         self.on_terminal, self._clock = self._console.is_terminal, clock or time.monotonic
         disable = quiet or not self.on_terminal
         self._bar = progress.Progress(*columns, console=self._console, transient=transient, disable=disable)

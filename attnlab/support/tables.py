@@ -26,5 +26,5 @@ def as_text(cells: Sequence[Sequence[str]], width: int | None = None) -> str:
     for row in rows:
         table.add_row(*map(Text, row))
     drawn = io.StringIO()
-    Console(file=drawn, width=width, color_system=None).print(table)
+    Console(file=drawn, width=width, color_system=None, force_jupyter=False).print(table)
     return "\n".join(line.rstrip() for line in drawn.getvalue().splitlines())

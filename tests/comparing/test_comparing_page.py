@@ -60,7 +60,7 @@ def test_names_are_shown_as_text_wherever_they_are(tmp_path):
 
 def test_page_begins_with_the_answer_and_ends_with_what_it_is_of(tmp_path):
     text = re.sub(" +", " ", shown(written(tmp_path).partition("<main>")[2]))
-    found = [text.index(part) for part in ("A title", "alibi is better.", "1.5000", "All columns", "two cores")]
+    found = [text.rindex(part) for part in ("A title", "alibi is better.", "All columns", "two cores")]
     assert found == sorted(found)
 
 

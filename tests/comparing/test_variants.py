@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from attnlab.comparing.variants import Variant, config_of, made, matched, parse, size
+from attnlab.comparing.variants import Variant, config_of, matched, of_values, parse, size
 from attnlab.masks import SlidingWindow
 from attnlab.nn import AttentionConfig
 from attnlab.score_mods import ScoreFn
@@ -19,7 +19,7 @@ def test_variants_of_a_file_are_texts_or_dictionaries_and_come_after_those_of_th
     file = tmp_path / "mine.py"
     one = "model.width=16 model.attention.sinks=True"
     file.write_text(f"VARIANTS = {{'one': '{one}', 'two': {{'data.path': '/my texts/a.txt'}}}}")
-    assert made(parse(["zero:"], str(file))) == [
+    assert of_values(parse(["zero:"], str(file))) == [
         Variant("zero"),
         Variant("one", ("--config.model.width=16", "--config.model.attention.sinks=True")),
         Variant("two", ("--config.data.path=/my texts/a.txt",)),
@@ -32,10 +32,10 @@ def test_python_values_make_variants_whose_code_is_that_of_the_value():
         return score - 0.1 * (i - j)
 
     values = {"a": AttentionConfig(window=4), "b": SlidingWindow(left=4), "c": ScoreFn(near)}
-    a, b, c = made(values)
+    a, b, c = of_values(values)
     assert a == Variant("a", ("--config.model.layers=attention", "--config.model.attention.window=4"))
     assert b.options == (f"--config.model.layers=b_{b.code}",) and len({a.code, b.code, c.code}) == 3
-    assert made(values | {"b": SlidingWindow(left=5)})[1].code != b.code == made(values)[1].code
+    assert of_values(values | {"b": SlidingWindow(left=5)})[1].code != b.code == of_values(values)[1].code
     assert config_of((*OPTIONS, *b.options)).model.layers[0].kind == f"b_{b.code}"
 
 
@@ -59,7 +59,7 @@ def test_names_of_folders_differ_where_names_do():
 )
 def test_mistake_in_a_variant_is_named(given, message):
     with pytest.raises(UserError) as error:
-        made(parse(given, None))
+        of_values(parse(given, None))
     assert re.search(message, str(error.value))
 
 
