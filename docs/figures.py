@@ -1,12 +1,12 @@
 """The figures of the README and of the studies' pages, from runs made now.
 
 python docs/figures.py              # all of them: hours on two CPU cores, as most studies are full runs
-python docs/figures.py attention race resume see compare
+python docs/figures.py race resume see compare
 python docs/figures.py scaling norms
 python docs/figures.py runs/all     # studies that have run: the folder of `attnlab study all`
 
 A study runs again as it ran for the figure that is there: in full, or with --fast. A figure is replaced when its run
-has succeeded. The models of `attention` and `see` stay in build/figures. The race runs against what is installed: `make
+has succeeded. The model of `see` stays in build/figures. The race runs against what is installed: `make
 peers`, and `pip install tokamax attnax` for the rest. `see` needs Chromium and playwright.
 """
 
@@ -44,7 +44,7 @@ COLORS = 96  # of a palette: enough for a heat map, and a third of the bytes
 
 def main(names: list[str]) -> int:
     """Makes the figures with these names, all when there are none."""
-    known = {"attention": attention, "race": race, "resume": resume, "see": see, "compare": compare}
+    known = {"race": race, "resume": resume, "see": see, "compare": compare}
     known["mixers"] = mixers
     known |= {name: lambda folder, name=name: study(name, folder) for name in STUDIES}
     known |= {name: lambda _, ran=Path(name): keep_all(ran) for name in names if Path(name).is_dir()}
@@ -57,32 +57,6 @@ def main(names: list[str]) -> int:
             known[name](Path(folder))
             print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
     return 0
-
-
-def attention(folder: Path) -> None:
-    """Trains the quickstart's model and draws four of its heads on a line of text."""
-    workdir = IMAGES.parents[1] / "build" / "figures" / "quickstart"  # kept: a finished run is not trained again
-    run("attnlab.train", "--config=configs/quickstart.py", f"--workdir={workdir}")
-    model, params, tokenizer, config = attnlab.load(workdir)
-    text = "the list of names is"
-    _, left = model.apply(params, tokenizer.encode(text)[None], mutable=["intermediates"])
-    weights = np.concatenate(
-        [
-            left["intermediates"][f"block_{layer}"]["attention"]["attention_weights"][0][0]
-            for layer in range(config.model.num_layers)
-        ]
-    )
-    chosen = spread(weights)
-    heads = config.model.num_heads
-    figure = plots.heads(
-        weights[chosen],
-        "Four of the sixteen heads of a GPT trained by `make train`",
-        tokens=list(text.replace(" ", "_")),
-        names=[f"layer {head // heads}, head {head % heads}" for head in chosen],
-        mask=Causal(),
-        columns=2,  # readable on a telephone
-    )
-    save(figure, IMAGES / "attention.png")
 
 
 def spread(weights, count: int = 4) -> list[int]:
