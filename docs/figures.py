@@ -30,9 +30,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from PIL import Image
 
-import attnlab
 from attnlab import comparing, plots
-from attnlab.masks import Causal
 from attnlab.nn import GPT
 from attnlab.study.registry import STUDIES
 from attnlab.study.running import RESULT, Result
