@@ -145,7 +145,8 @@ def _decoding(model: GPT, params, length: int) -> dict[str, float]:
             logits, caches = model.apply(params, token, caches=caches)
             return (logits[:, -1:].argmax(-1).astype(jnp.int32), caches), None
 
-        caches = tuple(cache._replace(length=cache.length - steps) for cache in caches)
+        # Lengths are the integers of any cache, also of one within another.
+        caches = jax.tree.map(lambda x: x - steps if jnp.issubdtype(x.dtype, jnp.integer) else x, caches)
         return jax.lax.scan(step, (tokens[:, -1:], caches), length=steps)[0][0]
 
     caches = prefill(params, tokens)
