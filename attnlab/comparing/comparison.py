@@ -24,7 +24,7 @@ from attnlab.comparing.variants import config_of
 from attnlab.config import RunConfig
 from attnlab.data.tasks import named
 from attnlab.nn import custom
-from attnlab.support import extras, tables, workers
+from attnlab.support import tables, workers
 from attnlab.support.errors import UserError
 from attnlab.support.files import read_json
 from attnlab.support.names import nearest
@@ -85,8 +85,10 @@ class Comparison:
         return list(map(protocols.curve, self.workdirs(variant, task)))
 
     def frame(self):
-        """The rows as a data frame of pandas; UserError where it is not installed."""
-        return extras.require("pandas", "pandas", "Comparison.frame").DataFrame(self.rows)
+        """The rows as a data frame of pandas, which must be installed."""
+        import pandas
+
+        return pandas.DataFrame(self.rows)
 
     def __str__(self) -> str:
         return "\n".join([*self.sentences, *map(self.table, self._found), f"page: {self.page}"])
@@ -369,7 +371,7 @@ def _about(part: Part, final, measured: Mapping[str, Mapping]) -> dict[str, str]
         "training": f"{config.steps:,} steps of {tokens:,} tokens: {config.steps * tokens:,} a run, "
         f"{len(part.protocol.seeds)} seeds, learning rates {', '.join(f'{rate:g}' for rate in part.protocol.rates)}",
     }
-    for found in measured.values():
+    for found in (found for found in measured.values() if "machine" in found):  # not of earlier versions
         versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
         about |= {"machine": found["machine"], "versions": versions, "sources": f"sha256 {found['sources']}…"}
     return about
