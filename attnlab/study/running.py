@@ -6,10 +6,8 @@ import datetime
 import inspect
 import json
 import os
-import platform
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -19,12 +17,11 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 
 from attnlab.study import registry
 from attnlab.study.report import Options, Verdict
-from attnlab.support import files, paths
+from attnlab.support import files, paths, provenance
 from attnlab.support.errors import UserError
 from attnlab.support.progress import Progress
 
 RESULT, VERDICT = "result.json", "verdict.txt"
-PACKAGES = ("attnlab", "jax", "flax", "optax", "numpy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +112,10 @@ def one_device_per_core() -> None:
     chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     with contextlib.suppress(RuntimeError):
         if jax.config.jax_num_cpu_devices == -1 and not chosen:
-            jax.config.update("jax_num_cpu_devices", _cores())
+            jax.config.update("jax_num_cpu_devices", provenance.cores())
 
 
 def _result(study: ModuleType, name: str, values, rows, verdict: Verdict, seconds: float) -> Result:
-    devices = jax.devices()
-    on_cpu = devices[0].platform == "cpu"
     return Result(
         name=name,
         claim=registry.claim(study),
@@ -133,19 +128,7 @@ def _result(study: ModuleType, name: str, values, rows, verdict: Verdict, second
         rows=len(rows),
         seconds=round(seconds, 1),
         date=datetime.date.today().isoformat(),
-        machine=f"{_cores()} cores of {_processor()}" if on_cpu else f"{len(devices)} × {devices[0].device_kind}",
-        versions={name: metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        machine=provenance.machine(),
+        versions=provenance.versions(),
         caption=inspect.getdoc(study.draw) or "",
     )
-
-
-def _cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return platform.processor() or platform.machine()

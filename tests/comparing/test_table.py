@@ -11,6 +11,7 @@ from attnlab import config as configs
 from attnlab.comparing import protocol, table
 from attnlab.comparing.protocol import Protocol
 from attnlab.comparing.variants import Variant
+from attnlab.nn import custom
 from attnlab.support.errors import UserError
 from attnlab.support.tables import as_text
 
@@ -68,6 +69,16 @@ def test_runs_choose_rates_on_one_half_and_seed_and_compare_on_the_others():
     assert {p.config.model.layers[0].window for p in (*tuning, *last)} == {16}
     assert len({p.name for p in (*tuning, *last)}) == 6
     assert not PROTOCOL._replace(rates=(1e-2,)).tuning(VARIANTS[0])
+
+
+def test_runs_of_a_file_before_it_was_edited_are_other_runs(tmp_path):
+    def named(factor):
+        (tmp_path / "mine.py").write_text(f"def near(score, b, h, i, j):\n    return score - {factor} * (i - j)\n")
+        custom.import_file(tmp_path / "mine.py")
+        return [point.name for point in PROTOCOL.final(Variant("near", ("--config.model.layers=near",)), 1e-2)]
+
+    first, edited = named(0.1), named(0.2)
+    assert not {*first} & {*edited} and named(0.1) == first and ",code=" in first[0]
 
 
 def test_muon_keeps_the_ratio_of_its_learning_rates():
