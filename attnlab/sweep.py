@@ -25,12 +25,15 @@ from pathlib import Path
 
 import numpy as np
 from absl import flags
+from rich.console import Console
+from rich.table import Table
 
 from attnlab import commands, runs, train
 from attnlab.nn import custom
+from attnlab.study.report import mean_and_margin
 from attnlab.support import paths, workers
 from attnlab.support.errors import UserError
-from attnlab.sweeping import grid, groups, training_runs
+from attnlab.sweeping import grid, training_runs
 
 MARKER, TABLE, GROUPS, PLOT = "sweep.json", "runs.csv", "groups.csv", "runs.png"
 LOSSES, COUNTS = ("loss", "best_loss", "mean_loss", "low", "high"), ("best_step", "steps", "tokens_per_second")
@@ -71,13 +74,13 @@ def _main(values, options: list[str]) -> int:
             failed = runner.train(points, finished, folder)
     except workers.Interrupted as stopped:
         return 128 + stopped.args[0]
-    rows = table(points, folder, failed)
-    print(as_text(rows))
-    means = groups.table(points, rows)
+    rows, groups = table(points, folder, failed), group_of(points)
+    means = group_table(groups, points, rows)
+    _print(rows)
     if means:
         print("\nmean final loss over seeds, low and high ends of its 95 % interval (Student's t)")
-        print(as_text(means))
-    _write(rows, means, folder, points)
+        _print(means)
+    _write(rows, means, groups, folder)
     return 1 if failed else 0
 
 
@@ -120,56 +123,67 @@ def _scores(workdir: Path) -> dict:
     }
 
 
-def as_text(rows: list[dict]) -> str:
-    """A table of rows of `table` or `groups.table`, with aligned columns."""
+def group_of(points: list[grid.Point]) -> dict[str, str]:
+    """The group of each run by name; empty where no two runs differ in the seed alone, or all do."""
+    groups = {point.name: grid.name_of(_variant(point)) for point in points}
+    return groups if all(groups.values()) and len(set(groups.values())) < len(groups) else {}
+
+
+def _variant(point: grid.Point) -> dict:
+    return {field: value for field, value in point.values.items() if field != "seed"}
+
+
+def group_table(groups: dict[str, str], points: list[grid.Point], rows: list[dict]) -> list[dict]:
+    """A row for each group, by its mean final loss, from the rows of its runs; without a finished run it comes last."""
+    found, loss_of = [], {row["run"]: row["loss"] for row in rows}
+    for group in dict.fromkeys(groups.values()):
+        members = [point for point in points if groups[point.name] == group]
+        losses = [loss_of[point.name] for point in members if loss_of[point.name] is not None]
+        mean, margin = mean_and_margin(losses)
+        row = {"group": group} | _variant(members[0]) | {"seeds": len(losses), "failed": len(members) - len(losses)}
+        found.append(row | {"mean_loss": mean, "low": mean - margin, "high": mean + margin})
+    return sorted(found, key=lambda row: (not row["seeds"], row["mean_loss"]))
+
+
+def _print(rows: list[dict]) -> None:
+    """Print rows of `table` or `group_table` in columns, which only a narrow terminal folds."""
     names = [name for name in rows[0] if name not in ("run", "group", "error")]
-    heads = [name.rpartition(".")[2].replace("tokens_per_second", "tokens/s").replace("_", " ") for name in names]
-    lines = [heads]
+    printed = Table(box=None, pad_edge=False, header_style="")
+    for name in names:
+        head = name.rpartition(".")[2].replace("tokens_per_second", "tokens/s").replace("_", " ")
+        printed.add_column(head, justify="right")
     for row in rows:
-        lines.append(["failed" if row.get("error") and name == "loss" else _cell(name, row[name]) for name in names])
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+        shown = row | {"loss": "failed"} if row.get("error") else row
+        printed.add_row(*(_cell(name, shown[name]) for name in names))
+    console = Console(markup=False, emoji=False, highlight=False)
+    if not console.is_terminal:
+        console.width = 10_000
+    console.print(printed)
 
 
 def _cell(name: str, value) -> str:
-    if value is None:
-        return "-" if name in LOSSES + COUNTS else "None"
-    if name in LOSSES:
-        return f"{value:.4f}"
-    return f"{value:,}" if name in COUNTS else str(value)
+    if name not in LOSSES + COUNTS or isinstance(value, str):
+        return str(value)
+    return "-" if value is None or value != value else f"{value:.4f}" if name in LOSSES else f"{value:,}"
 
 
-def _write(rows: list[dict], means: list[dict], folder: Path, points: list[grid.Point]) -> None:
-    """Write the tables, and the plot where matplotlib is installed."""
-    paths.write_csv(folder / TABLE, rows)
-    written = [TABLE]
-    if means:
-        paths.write_csv(folder / GROUPS, means)
-        written.append(GROUPS)
-    else:
-        (folder / GROUPS).unlink(missing_ok=True)  # of an earlier grid
-    if any((folder / point.name / "metrics.jsonl").exists() for point in points):
+def _write(rows: list[dict], means: list[dict], groups: dict[str, str], folder: Path) -> None:
+    """Write the tables, and the plot where matplotlib is installed: of groups over the runs that finished."""
+    (folder / GROUPS).unlink(missing_ok=True)  # of an earlier grid
+    written = {TABLE: rows} | ({GROUPS: means} if means else {})
+    for name, found in written.items():
+        paths.write_csv(folder / name, found)
+    shown = [folder / row["run"] for row in rows if not (means and row["error"])]
+    if shown := [workdir for workdir in shown if (workdir / "metrics.jsonl").exists()]:
         try:
-            from attnlab import plots  # optional
-        except ImportError:
-            print("a plot of the losses needs matplotlib: pip install 'attnlab[plots]'")
+            from attnlab import plots  # needs matplotlib
+        except UserError as error:
+            print(error)
         else:
-            paths.write_figure(folder / PLOT, _figure(plots, rows, means, folder, points))
-            written.append(PLOT)
-    *others, last = written
-    print(f"{', '.join(others)}{' and ' * bool(others)}{last} are in {folder}")
-
-
-def _figure(plots, rows: list[dict], means: list[dict], folder: Path, points: list[grid.Point]):
-    """The means of groups over the runs that finished, as in their table; without groups all runs."""
-    group_of, order = groups.of(points), [row["group"] for row in means]
-    finished = [row["run"] for row in rows if not row["error"]]
-    if means and finished:
-        finished.sort(key=lambda run: order.index(group_of[run]))
-        title = "Validation loss: mean over seeds, and each seed"
-        return plots.runs([folder / run for run in finished], title, groups=group_of)
-    workdirs = [folder / point.name for point in points]
-    return plots.runs([workdir for workdir in workdirs if (workdir / "metrics.jsonl").exists()])
+            titles = ["Validation loss: mean over seeds, and each seed"] if means else []
+            paths.write_figure(folder / PLOT, plots.runs(shown, *titles, groups=groups))
+            written[PLOT] = rows
+    print(f"{', '.join(written)} are in {folder}")
 
 
 if __name__ == "__main__":

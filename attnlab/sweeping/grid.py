@@ -51,12 +51,10 @@ def points(grid: Sequence[str], options: Sequence[str]) -> list[Point]:
 
 def _axis(text: str) -> list[tuple[str, list[str]]]:
     """The fields of an axis, each with the texts of its values."""
-    known = configs.declared()
+    known = "|".join(map(re.escape, configs.declared()))
     # Quoted values come first, because what they hold begins no field.
-    begins = re.compile(rf'"[^"]*"|(\s+)(?=config\.[\w.]+=|(?:{"|".join(map(re.escape, known))})=)')
-    ends = [found.span(1) for found in begins.finditer(text) if found[1]]
-    parts = [text[start:end] for (_, start), (end, _) in itertools.pairwise([(0, 0), *ends, (len(text), 0)])]
-    axis = list(map(_field, parts))
+    begins = re.compile(rf'"[^"]*"|(\s+)(?=config\.[\w.]+=|(?:{known})=)')
+    axis = [_field(part) for part in begins.sub(lambda found: "\n" if found[1] else found[0], text).split("\n")]
     first, texts = axis[0]
     for field, others in axis:
         if len(others) != len(texts):
@@ -75,12 +73,7 @@ def _field(text: str) -> tuple[str, list[str]]:
         raise UserError(f"--grid={text}: {why}")
     if not equals:
         raise UserError(f"--grid={text} has no values: write --grid config.{field}=VALUE,VALUE")
-    try:
-        return field, next(csv.reader([values], skipinitialspace=True)) or [""]
-    except csv.Error as error:  # a new line
-        raise UserError(
-            f"--grid={text!r} is not a list of values ({error}): write --grid config.{field}=VALUE,VALUE"
-        ) from error
+    return field, next(csv.reader([values], skipinitialspace=True)) or [""]
 
 
 def config_of(options: Sequence[str]) -> RunConfig:
@@ -102,19 +95,14 @@ def _point(texts: Mapping[str, str], options: Sequence[str]) -> Point:
     except UserError as error:
         raise UserError(f"--grid: {error}") from error
     values = {field: config.fields[field] for field in texts}
-    for field, text in texts.items():
-        if text == "None" and values[field] is not None:  # a text, which would be the name of a file
-            like = configs.declared()[field].default
-            raise UserError(f"--grid: config.{field} = None: expected a value like {like!r}")
     return Point(name_of(values), values, options, config)
 
 
 def name_of(values: dict) -> str:
     """A name for a run, "learning_rate=0.001,seed=0", which no other run has, and which can name a folder."""
     last = [field.rpartition(".")[2] for field in values]
-    short = {field: name if last.count(name) == 1 else field for field, name in zip(values, last)}
-    whole = ",".join(f"{short[field]}={value}" for field, value in values.items())
-    return folder_name(whole)
+    short = (name if last.count(name) == 1 else field for field, name in zip(values, last))
+    return folder_name(",".join(f"{name}={value}" for name, value in zip(short, values.values())))
 
 
 def folder_name(name: str) -> str:
