@@ -44,24 +44,17 @@ def weights(
     """
     values = _masked(values, mask)
     keys = keys or (queries if values.shape[0] == values.shape[1] else ())
-    with plt.rc_context(_style.STYLE):
-        height, width = (
-            min(max(0.28 * length, least), most) for length, least, most in zip(values.shape, (2, 2.4), (6, 7))
-        )
+    height, width = np.clip(0.28 * np.array(values.shape), (2, 2.4), (6, 7))
+    with plt.rc_context(_style.HEAT):
         figure, axes = plt.subplots(figsize=(1.9 + width, 1.2 + height))
-        image = _heat(axes, values, values)
+        image, legend = _heat(axes, values, values), []
         _label_cells(axes, queries, keys, height, width)
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
-        legend = _mask_legend(values)
+        axes.set(xlabel=x, ylabel=y)
         if marks is not None:
-            right = [(j, i) for i, j in enumerate(np.asarray(marks)) if j >= 0]
+            rows = np.flatnonzero(np.asarray(marks) >= 0)
             look = {"s": 70, "facecolors": "none", "edgecolors": _style.MARK, "linewidths": 1.4, "label": mark_label}
-            legend.append(axes.scatter([j for j, _ in right], [i for _, i in right], **look))
-        if legend:
-            figure.legend(handles=legend, loc="outside lower center", ncols=2, frameon=False)
-        figure.colorbar(image, label=label, shrink=0.8)
-        return _style.finished(figure, title)
+            legend.append(axes.scatter(np.asarray(marks)[rows], rows, **look))
+        return _explained(figure, image, axes, values, legend, label, title)
 
 
 def heads(
@@ -91,18 +84,15 @@ def heads(
     values = _masked(values, mask)
     names = names or [f"head {h}" for h in range(len(values))]
     side = min(max(_style.LABEL_ROOM / 72 * len(tokens) + 0.4, 2.5), 3.2)
-    with plt.rc_context(_style.STYLE):
+    with plt.rc_context(_style.HEAT):
         figure, grid = _style.subplots(len(values), columns, (side + 0.1, side), (0.8, 0.6), sharex=True, sharey=True)
-        for head, axes in enumerate(grid):
-            image = _heat(axes, values[head], values)
+        for head, name, axes in zip(values, names, grid):
+            image = _heat(axes, head, values)
             _label_cells(axes, tokens, tokens, side - 0.4, side - 0.4)
-            axes.set_title(names[head])
+            axes.set_title(name)
         figure.supxlabel("key")
         figure.supylabel("query")
-        if legend := _mask_legend(values):
-            figure.legend(handles=legend, loc="outside lower right", frameon=False)
-        figure.colorbar(image, ax=grid, label=label, shrink=0.7)
-        return _style.finished(figure, title)
+        return _explained(figure, image, grid, values, [], label, title)
 
 
 def atlas(patterns, title: str, *, causal: bool = False) -> Figure:
@@ -125,24 +115,21 @@ def atlas(patterns, title: str, *, causal: bool = False) -> Figure:
     thumbnails = [_thumbnails(np.asarray(layer, np.float32), causal, pixels) for layer in patterns]
     height, width = thumbnails[0].shape[1:]
     gap = max(1, height // 12)
-    canvas = np.full((len(thumbnails) * (height + gap) - gap, heads * (width + gap) - gap), np.nan, np.float32)
-    for i, layer in enumerate(thumbnails):
-        for j, thumbnail in enumerate(layer):
-            canvas[i * (height + gap) :, j * (width + gap) :][:height, :width] = thumbnail
-    with plt.rc_context(_style.STYLE):
+    rows, columns = np.arange(len(thumbnails)) * (height + gap), np.arange(heads) * (width + gap)
+    canvas = np.full((rows[-1] + height, columns[-1] + width), np.nan, np.float32)
+    for row, layer in zip(rows, thumbnails):
+        for column, thumbnail in zip(columns, layer):
+            canvas[row : row + height, column : column + width] = thumbnail
+    with plt.rc_context(_style.HEAT):
         side = min(1.1, 8 / heads)  # inches of a thumbnail
         figure, axes = plt.subplots(figsize=(1.6 + max(side * heads, 1.8), 0.9 + side * len(thumbnails)))
         norm = PowerNorm(0.5, 0, max(np.nanmax(canvas), 1e-6))
         image = axes.imshow(canvas, cmap=_style.WEIGHTS, norm=norm, aspect="auto" if height != width else None)
-        names = [f"layer {i}" for i in range(len(thumbnails))]
-        axes.set_yticks([i * (height + gap) + height / 2 for i in range(len(names))], names)
-        columns = [j * (width + gap) + width / 2 for j in range(heads)]
-        axes.set_xticks(columns, [f"{'head ' * (heads <= 8)}{j}" for j in range(heads)])
-        axes.tick_params(length=0, labelsize=_style.LABEL_SIZE, labeltop=True, labelbottom=False)
-        axes.spines[:].set_visible(False)
-        figure.colorbar(
-            image, label="weight", shrink=0.8, ticks=norm.vmax * np.array([0, 0.01, 0.1, 0.25, 0.5, 1]), format="%.2g"
-        )
+        axes.set_yticks(rows + height / 2, [f"layer {i}" for i in range(len(rows))])
+        axes.set_xticks(columns + width / 2, [f"{'head ' * (heads <= 8)}{j}" for j in range(heads)])
+        axes.tick_params(labeltop=True, labelbottom=False)
+        ticks = norm.vmax * np.array([0, 0.01, 0.1, 0.25, 0.5, 1])
+        figure.colorbar(image, label="weight", shrink=0.8, ticks=ticks, format="%.2g")
         return _style.finished(figure, title)
 
 
@@ -161,22 +148,18 @@ def effects_grid(values, title: str, *, layers: Sequence[str] = (), label: str =
     """
     values = np.ma.masked_invalid(np.asarray(values, np.float64))
     largest = max(np.abs(values).max(), 1e-12)
-    signed = bool((values < 0).any())
-    with plt.rc_context(_style.STYLE):
+    colors, low = (_style.SIGNED, -largest) if (values < 0).any() else (_style.SIZES, 0)
+    with plt.rc_context(_style.HEAT):
         rows, columns = values.shape
         figure, axes = plt.subplots(figsize=(2.0 + max(0.55 * columns, 1.6), max(1.0 + 0.45 * rows, 2.4)))
-        colors, low = (_style.SIGNED, -largest) if signed else (_style.SIZES, 0)
         image = axes.imshow(values, cmap=colors, vmin=low, vmax=largest, aspect="auto")
         for (i, j), value in np.ndenumerate(values.filled(np.nan)):
             if np.isfinite(value):
-                ink = "white" if _is_dark(image.to_rgba(value)) else "black"
+                look = {"color": "white" if abs(value) > 0.6 * largest else "black", "fontsize": _style.LABEL_SIZE}
                 text = f"{round(value, 2) + 0.0:.2f}".replace("-", "−")  # −0.0 + 0.0 is 0.0
-                axes.text(j, i, text, ha="center", va="center", color=ink, fontsize=_style.LABEL_SIZE)
+                axes.text(j, i, text, ha="center", va="center", **look)
         axes.set_yticks(range(rows), layers or [f"layer {i}" for i in range(rows)])
-        axes.set_xticks(range(columns))
-        axes.set_xlabel("head")
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
+        axes.set(xticks=range(columns), xlabel="head")
         figure.colorbar(image, label=label, shrink=0.8)
         return _style.finished(figure, title)
 
@@ -196,19 +179,16 @@ def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 1
     """
     arrays = {name: m.dense(length, length) if isinstance(m, Mask) else m for name, m in shown.items()}
     drawn = {name: np.reshape(visible, (-1, *np.shape(visible)[-2:]))[0] for name, visible in arrays.items()}
-    with plt.rc_context(_style.STYLE):
+    with plt.rc_context(_style.HEAT):
         figure, grid = _style.subplots(len(drawn), columns, (2.3, 2.4), (0.4, 0.5))
         for (name, visible), axes in zip(drawn.items(), grid):
             axes.imshow(visible, cmap=plt.matplotlib.colors.ListedColormap(_style.LEVELS), vmin=0, vmax=1)
             axes.set_title(name)
-            axes.set_xticks([])
-            axes.set_yticks([])
+            axes.set(xticks=[], yticks=[])
             if max(visible.shape) <= 24:  # large enough cells
                 axes.set_xticks(np.arange(visible.shape[1] - 1) + 0.5, minor=True)
                 axes.set_yticks(np.arange(visible.shape[0] - 1) + 0.5, minor=True)
                 axes.grid(which="minor", color="white", linewidth=0.7)
-                axes.tick_params(which="minor", length=0)
-            axes.spines[:].set_visible(False)
         figure.supxlabel("key index")
         figure.supylabel("query index")
         return _style.finished(figure, title)
@@ -221,11 +201,6 @@ def _thumbnails(layer, causal: bool, pixels: int) -> np.ndarray:
         starts = np.arange(min(length, pixels)) * length // min(length, pixels)
         layer = np.maximum.reduceat(layer, starts, axis=axis)
     return np.where(np.tri(*layer.shape[-2:], dtype=bool), layer, np.nan) if causal else layer
-
-
-def _is_dark(color) -> bool:
-    """Whether white is easier to read than black on a colour (r, g, b, …), by its luminance."""
-    return float(np.dot(np.power(color[:3], 2.2), (0.2126, 0.7152, 0.0722))) < 0.18
 
 
 def _masked(values, mask) -> np.ma.MaskedArray:
@@ -244,30 +219,27 @@ def _heat(axes, values, scale):
     low, high = scale.compressed().min(initial=0), scale.compressed().max(initial=0)
     colors = plt.get_cmap(_style.WEIGHTS).with_extremes(bad=_style.MASKED)
     aspect = "auto" if values.shape[0] != values.shape[1] else None
-    image = axes.imshow(values, cmap=colors, vmin=low, vmax=high, aspect=aspect)
-    axes.tick_params(length=0, labelsize=_style.LABEL_SIZE)
-    axes.spines[:].set_visible(False)
-    return image
+    return axes.imshow(values, cmap=colors, vmin=low, vmax=high, aspect=aspect)
 
 
-def _mask_legend(values) -> list:
-    return [Patch(facecolor=_style.MASKED, label="masked")] if np.ma.is_masked(values) else []
+def _explained(figure, image, axes, values, legend, label, title) -> Figure:
+    """The figure with a legend, of the masked cells as well, a colour bar and a title."""
+    if np.ma.is_masked(values):
+        legend = [Patch(facecolor=_style.MASKED, label="masked"), *legend]
+    if legend:
+        figure.legend(handles=legend, loc="outside lower right", ncols=2, frameon=False)
+    figure.colorbar(image, ax=axes, label=label, shrink=0.8)
+    return _style.finished(figure, title)
 
 
 def _label_cells(axes, row_labels, column_labels, height, width) -> None:
     """Label the rows and columns of a heat map, in a smaller font or every n-th if labels would overlap."""
-    if len(row_labels):
-        step, size = _label_spacing(len(row_labels), height)
-        axes.set_yticks(range(0, len(row_labels), step), row_labels[::step], fontsize=size)
-    if len(column_labels):
-        step, size = _label_spacing(len(column_labels), width)
-        rotated = {"rotation": 60 if size == _style.LABEL_SIZE else 90, "ha": "right", "rotation_mode": "anchor"}
-        look = rotated if max(map(len, column_labels)) > 1 else {}
-        axes.set_xticks(range(0, len(column_labels), step), column_labels[::step], fontsize=size, **look)
-
-
-def _label_spacing(count, inches) -> tuple[int, float]:
-    """The step between labels along so many inches, and their font size in points."""
-    room = 72 * inches / count
-    step = math.ceil(_style.LABEL_ROOM / room)
-    return step, min(_style.LABEL_SIZE, round(0.75 * room * step, 1))
+    for labels, inches, axis in ((row_labels, height, axes.yaxis), (column_labels, width, axes.xaxis)):
+        if len(labels):
+            room = 72 * inches / len(labels)
+            step = math.ceil(_style.LABEL_ROOM / room)
+            look = {"fontsize": min(_style.LABEL_SIZE, round(0.75 * room * step, 1))}
+            if axis is axes.xaxis and max(map(len, labels)) > 1:
+                rotation = 60 if look["fontsize"] == _style.LABEL_SIZE else 90
+                look |= {"rotation": rotation, "ha": "right", "rotation_mode": "anchor"}
+            axis.set_ticks(range(0, len(labels), step), labels[::step], **look)

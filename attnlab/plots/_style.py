@@ -31,6 +31,11 @@ STYLE = {
     "axes.prop_cycle": plt.cycler(color=COLORS),
     "image.interpolation": "nearest",
 }
+HEAT = STYLE | {  # of heat maps: cells have no frame
+    **dict.fromkeys(("axes.spines.left", "axes.spines.bottom"), False),
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size", "xtick.minor.size", "ytick.minor.size"), 0),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize"), LABEL_SIZE),
+}
 
 
 def distinct(count: int) -> Sequence:
