@@ -33,7 +33,7 @@ from PIL import Image
 from attnlab import comparing, plots
 from attnlab.nn import GPT
 from attnlab.study.registry import STUDIES
-from attnlab.study.running import RESULT, Result
+from attnlab.study.running import RESULT, read_result
 from attnlab.training.metrics import read
 
 IMAGES = Path(__file__).parent / "images"
@@ -186,7 +186,7 @@ def mixers(_: Path) -> None:
 
 def study(name: str, folder: Path) -> None:
     """Runs a study, and keeps its figure and its result."""
-    before = Result.read(IMAGES / "studies", f"{name}.json")
+    before = read_result(IMAGES / "studies" / f"{name}.json")
     run("attnlab.study", name, *(["--fast"] if before is None or before.fast else []), f"--out={folder / name}")
     keep(name, folder / name)
 

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import re
 import sys
+import types
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -23,7 +24,7 @@ import lessons  # noqa: E402  (beside this file)
 from attnlab.config import declared  # noqa: E402
 from attnlab.nn.config import KINDS  # noqa: E402
 from attnlab.study import registry  # noqa: E402
-from attnlab.study.running import Result  # noqa: E402
+from attnlab.study.running import read_result  # noqa: E402
 
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 _PAGES = {  # where the site shows what the README links to outside docs/
@@ -117,9 +118,9 @@ def _mathml(formula: str) -> str:
     return convert(html.unescape(formula[2:-2]), display="block" if display else "inline")
 
 
-def _result(name: str) -> Result:
+def _result(name: str) -> types.SimpleNamespace:
     """The result of a study's run that `make figures` kept."""
-    result = Result.read(ROOT / "docs" / "images" / "studies", f"{name}.json")
+    result = read_result(ROOT / "docs" / "images" / "studies" / f"{name}.json")
     if result is None or result.claim != registry.claim(registry.load(name)):
         raise PluginError(f"docs/images/studies/{name}.json is missing, or of another claim: run `make figures`")
     return result

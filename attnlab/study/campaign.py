@@ -12,11 +12,11 @@ import sys
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 
 from absl import flags
 
 from attnlab.study import registry, running
-from attnlab.study.running import Result
 from attnlab.support import documents, paths, workers
 from attnlab.support.errors import UserError
 
@@ -35,10 +35,10 @@ def run(values) -> int:
     """Run the studies and write `report.html`; returns 1 if one failed, whatever the verdicts."""
     folder, ended, modules = Path(values.out or "runs/study-all"), {}, {}
     for study in dict.fromkeys(values.only or registry.STUDIES):
-        name, path = registry.name_of(study), values.path if registry.reads_text(registry.load(study)) else ""
+        name, path = Path(study).stem, values.path if registry.reads_text(registry.load(study)) else ""
         if name in ended:
             raise UserError(f"--only names {name} twice: two studies of one name cannot share a folder")
-        ended[name] = result = Result.read(folder / name)
+        ended[name] = result = running.read_result(folder / name / running.RESULT)
         if result is None:
             options = [f"--out={folder / name}", *["--fast"] * values.fast, *[f"--path={path}"] * bool(path)]
             modules[name] = ["attnlab.study", study, *options]
@@ -55,7 +55,8 @@ def run(values) -> int:
             if len(modules) < len(ended):
                 print(f"{len(ended) - len(modules)} of {len(ended)} have run before, and are kept", flush=True)
             for end in workers.run(modules, values.jobs, folder / LOGS, lock):
-                ended[end.name] = Result.read(folder / end.name) or end.error or "it wrote no result"
+                result = running.read_result(folder / end.name / running.RESULT)
+                ended[end.name] = result or end.error or "it wrote no result"
                 print(_line(end.name, ended[end.name]), flush=True)
                 _write(ended, folder)
     except workers.Interrupted as stopped:
@@ -66,28 +67,28 @@ def run(values) -> int:
     return 1 if failed else 0
 
 
-def _line(name: str, result: Result | str | None) -> str:
+def _line(name: str, result: SimpleNamespace | str | None) -> str:
     """How a study ended, in one line: its result, or its error; None before it has run."""
-    if not isinstance(result, Result):
+    if not result or isinstance(result, str):
         return f"{name:<14} failed: {result}" if result else f"{name:<14} not run yet"
     held = "holds" if result.held else "does not hold"
     return f"{name:<14} {held:<14} {result.seconds:5.0f} s   {result.claim}"
 
 
-def _write(ended: Mapping[str, Result | str | None], folder: Path) -> None:
+def _write(ended: Mapping[str, SimpleNamespace | str | None], folder: Path) -> None:
     """Write the report: how each study ended, and each with its figure."""
-    ran = [result for result in ended.values() if isinstance(result, Result)]
+    ran = [result for result in ended.values() if result and not isinstance(result, str)]
     failed = sum(isinstance(result, str) for result in ended.values())
     others = {"failed to run": failed, "not run yet": len(ended) - len(ran) - failed}
     summary = f"{sum(result.held for result in ran)} of {len(ran)} claims hold"
     summary += "".join(f"; {count} {state}" for state, count in others.items() if count)
-    lines = (f'<a href="#{name}">{escape(_line(name, result))}</a>' for name, result in ended.items())
+    lines = (escape(_line(name, result)) for name, result in ended.items())
     parts = {"summary": summary, "lines": "\n".join(lines)}
     parts["sections"] = "".join(_section(result, folder / result.name) for result in ran)
     paths.write_text(folder / REPORT, documents.document(Path(__file__).parent, parts))
 
 
-def _section(result: Result, folder: Path) -> str:
+def _section(result: SimpleNamespace, folder: Path) -> str:
     name, setup, caption = map(escape, (result.name, result.setup, result.caption))
     parts = "".join(f"<li>{'held' if held else '<b>failed</b>'}: {escape(text)}</li>" for held, text in result.parts)
     figure = base64.b64encode((folder / f"{result.name}.png").read_bytes()).decode()

@@ -17,11 +17,6 @@ PARTS = ("measure", "judge", "draw")
 FORM = "a Python file with a docstring, whose first line is the claim, and measure(options), judge(rows), draw(rows)"
 
 
-def name_of(study: str) -> str:
-    """The name of a study, which its output files have: the stem of its file."""
-    return Path(study).stem
-
-
 def load(study: str) -> ModuleType:
     """Import a study.
 

@@ -1,7 +1,6 @@
 """One study, run into a folder."""
 
 import contextlib
-import dataclasses
 import datetime
 import inspect
 import json
@@ -9,7 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import jax
 from absl import flags
@@ -24,29 +23,9 @@ from attnlab.support.progress import Progress
 RESULT, VERDICT = "result.json", "verdict.txt"
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The verdict of a study, beside its rows and its figure, in `result.json`."""
-
-    name: str
-    claim: str  # the first line of the docstring
-    setup: str  # the rest of it
-    fast: bool
-    path: str  # the text that the study ran on, "" for the default text
-    held: bool
-    parts: list  # of the claim: whether each held, and the measurement
-    seeds: int  # 0 where the rows name none
-    rows: int
-    seconds: float
-    date: str
-    machine: str  # the processor or accelerator, and the number of cores or devices
-    versions: dict  # of packages
-    caption: str = ""  # the docstring of `draw`
-
-    @classmethod
-    def read(cls, folder: Path, file: str = RESULT) -> "Result | None":
-        """Read the result in a folder; None where there is none."""
-        return cls(**files.read_json(folder / file)) if (folder / file).exists() else None
+def read_result(file: Path) -> SimpleNamespace | None:
+    """The content of a result's file, as `_result` writes it; None where there is no such file."""
+    return SimpleNamespace(**files.read_json(file)) if file.exists() else None
 
 
 class StudyProgress(Progress):
@@ -74,7 +53,7 @@ def define(values, argv) -> None:
 
 def run(name_or_file: str, values) -> int:
     """Run a study and write NAME.csv, NAME.png, verdict.txt and, as the last, result.json; 0 whatever the verdict."""
-    study, name = registry.load(name_or_file), registry.name_of(name_or_file)
+    study, name = registry.load(name_or_file), Path(name_or_file).stem
     if values.path and not registry.reads_text(study):
         raise UserError(f"--path={values.path}: {name} does not train on a text: remove this flag")
     folder = Path(values.out or f"runs/study-{name}")
@@ -94,10 +73,10 @@ def run(name_or_file: str, values) -> int:
         result = _result(study, name, values, rows, verdict, time.perf_counter() - start)
         paths.write_csv(folder / f"{name}.csv", rows)
         paths.write_figure(folder / f"{name}.png", figure)
-        paths.write_text(folder / VERDICT, f"{result.claim}\n{verdict}\n")
-        paths.write_text(folder / RESULT, json.dumps(dataclasses.asdict(result), ensure_ascii=False, indent=1) + "\n")
+        paths.write_text(folder / VERDICT, f"{result['claim']}\n{verdict}\n")
+        paths.write_text(folder / RESULT, json.dumps(result, ensure_ascii=False, indent=1) + "\n")
     print(verdict)
-    print(f"{len(rows)} rows and the figure are in {folder} ({result.seconds:.0f} s)")
+    print(f"{len(rows)} rows and the figure are in {folder} ({result['seconds']:.0f} s)")
     return 0
 
 
@@ -115,20 +94,20 @@ def one_device_per_core() -> None:
             jax.config.update("jax_num_cpu_devices", provenance.cores())
 
 
-def _result(study: ModuleType, name: str, values, rows, verdict: Verdict, seconds: float) -> Result:
-    return Result(
-        name=name,
-        claim=registry.claim(study),
-        setup="\n".join(study.__doc__.strip().splitlines()[1:]).strip(),
-        fast=values.fast,
-        path=values.path,
-        held=verdict.held,
-        parts=list(verdict.parts),
-        seeds=len({row["seed"] for row in rows if "seed" in row}),
-        rows=len(rows),
-        seconds=round(seconds, 1),
-        date=datetime.date.today().isoformat(),
-        machine=provenance.machine(),
-        versions=provenance.versions(),
-        caption=inspect.getdoc(study.draw) or "",
-    )
+def _result(study: ModuleType, name: str, values, rows, verdict: Verdict, seconds: float) -> dict:
+    return {
+        "name": name,
+        "claim": registry.claim(study),  # the first line of the docstring
+        "setup": "\n".join(study.__doc__.strip().splitlines()[1:]).strip(),  # the rest of it
+        "fast": values.fast,
+        "path": values.path,  # the text that the study ran on, "" for the default text
+        "held": verdict.held,
+        "parts": verdict.parts,  # of the claim: whether each held, and the measurement
+        "seeds": len({row["seed"] for row in rows if "seed" in row}),  # 0 where the rows name none
+        "rows": len(rows),
+        "seconds": round(seconds, 1),
+        "date": datetime.date.today().isoformat(),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
+        "caption": inspect.getdoc(study.draw) or "",
+    }
