@@ -130,7 +130,7 @@ def train(
     >>> class Bigram(nn.Module):
     ...     @nn.compact
     ...     def __call__(self, tokens, deterministic=True, dropout_key=None):
-    ...         return nn.Embed(256, 256)(tokens)  # [B, T, 256]
+    ...         return nn.Dense(256)(nn.Embed(256, 16)(tokens))  # [B, T, 256]
     >>> config = configs.default()
     >>> config.steps, config.data.tokenizer, config.eval.windows, config.parallel.mesh.data = 2, "byte", 4, 1
     >>> run = train(config, tempfile.mkdtemp(), model=Bigram(), optimizer=optax.sgd(0.1))  # doctest: +ELLIPSIS
