@@ -13,12 +13,11 @@ from pathlib import Path
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from attnlab.config import declared, find, renamed, variants
+from attnlab.config import declared, find, unknown, variants
 from attnlab.nn import custom
 from attnlab.nn.config import KINDS
 from attnlab.support import status
 from attnlab.support.errors import UserError
-from attnlab.support.names import nearest
 from attnlab.support.progress import shown
 
 _HELP = {"--help", "-h", "-help", "--helpfull", "--helpshort"}
@@ -255,13 +254,9 @@ def _group(field: str) -> str:
 
 def _unknown_field(argv: list[str]) -> str:
     # ml_collections compares with the fields of one group only, and does not say which group it looked at.
-    known = list(declared())
-    groups = {name.rpartition(".")[0] for name in known}
+    groups = {name.rpartition(".")[0] for name in declared()}
     for word in argv[1:]:
-        field = word.lstrip("-").partition("=")[0].removeprefix("config.")
-        if now := renamed(field):
-            return f"--config.{field} is now --config.{now}"
-        if word.lstrip("-").startswith("config.") and field not in known and field not in groups:
-            close = nearest(field, known) or nearest(field.rpartition(".")[2], [k for k in known if "." not in k])
-            return f"--config.{field}: the config has no such field{close or ': --help lists its fields'}"
+        config, _, field = word.lstrip("-").partition("=")[0].partition(".")
+        if config == "config" and field not in groups and (why := unknown(field)):
+            return f"--{why}"
     return ""

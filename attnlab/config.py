@@ -47,8 +47,6 @@ FREE_TO_CHANGE = (
     "model.scan",
 )
 FORMAT = 1  # of config.json
-_RENAMED = {"mixer": "layers", "pattern": "layers", "attention_bias": "attention.use_bias"}
-_RENAMED |= {"score_scale": "attention.scale", "local_base": "local.rotary.base"}
 
 # Values of other options of a group without which an option has no effect.
 _TRAINED = {"tokenizer": tokenizers.TRAINED}
@@ -458,24 +456,11 @@ def find(experiment: str) -> str:
     raise UserError(f"--config={name}: no such experiment or file{close}: there are {', '.join(variants())}")
 
 
-def renamed(field: str) -> str:
-    """The present name of a field of an earlier version; "" for others."""
-    group, _, name = field.partition(".")
-    if group != "model" or field in declared():
-        return ""
-    if name in _RENAMED:
-        return f"model.{_RENAMED[name]}"
-    group, _, option = name.rpartition(".")
-    if group == "recurrence":
-        return f"model.KIND.{option}, the option of a kind of layer, such as model.gated_delta.{option}"
-    is_attention = group in ("", "rotary") and name in options(KINDS["attention"])
-    return f"model.attention.{name}" if is_attention else ""
-
-
 def unknown(field: str) -> str:
-    """Why a name is no field, with its present name, or one that is like it; "" for a field."""
-    if now := renamed(field):
-        return f"config.{field} is now config.{now}"
-    if field in (known := declared()):
+    """Why a name is no field, with one that is like it; "" for a field."""
+    known = declared()
+    if field in known:
         return ""
-    return f"config.{field} is not a field{nearest(field, known) or '; see attnlab train --help'}"
+    own = [name for name in known if "." not in name]
+    close = nearest(field, known) or nearest(field.rpartition(".")[2], own) or ": attnlab train --help lists them"
+    return f"config.{field} is not a field{close}"

@@ -63,7 +63,7 @@ class TrainedRun(NamedTuple):
     Attributes:
       workdir: its folder.
       loss: on the validation text, nats per token, at the end of training, or of the evaluation; None where a signal
-        stopped the run, and after training in all processes but the first.
+        stopped the run, and after training in all processes but the first, which writes the records.
       signal: the number of the signal that stopped and saved it; 0 for none.
       passed: the user's parts.
     """
@@ -80,8 +80,8 @@ class TrainedRun(NamedTuple):
 
     def load(self, step: int | str = "latest") -> Run:
         """`attnlab.load` of the run, with the user's model, mask and score mods."""
-        parts = {name: getattr(self.passed, name) for name in ("model", "mask", "score_mod")}
-        return load(self.workdir, step, **parts)
+        passed = self.passed
+        return load(self.workdir, step, model=passed.model, mask=passed.mask, score_mod=passed.score_mod)
 
 
 def train(
@@ -130,7 +130,7 @@ def train(
     >>> class Bigram(nn.Module):
     ...     @nn.compact
     ...     def __call__(self, tokens, deterministic=True, dropout_key=None):
-    ...         return nn.Embed(256, 256)(tokens)  # [B, T, 256]
+    ...         return nn.Dense(256)(nn.Embed(256, 16)(tokens))  # [B, T, 256]
     >>> config = configs.default()
     >>> config.steps, config.data.tokenizer, config.eval.windows, config.parallel.mesh.data = 2, "byte", 4, 1
     >>> run = train(config, tempfile.mkdtemp(), model=Bigram(), optimizer=optax.sgd(0.1))  # doctest: +ELLIPSIS
@@ -147,8 +147,7 @@ def _train(config, workdir, passed=NOTHING, *, eval_only, own_process=False, on_
     """`train`; in a process of its own a signal before the first step, and a second one, end it."""
     plan = runs.resolve(config, workdir, eval_only=eval_only, passed=passed)
     if plan.origin == "finished":
-        if jax.process_index() == 0:
-            _print_finished(plan)
+        _print_finished(plan)
         return _trained(plan)
     with PreemptionHandler(own_process, plan.config.parallel.timeout) as preemption:
         try:
@@ -158,8 +157,7 @@ def _train(config, workdir, passed=NOTHING, *, eval_only, own_process=False, on_
                 has_parts = custom.files() or any(part is not None for part in passed)
                 if has_parts and (fault := compilation.miscompilation()):
                     run.reporter.print(fault)
-                trainer = trainers.Trainer([run], preemption, on_step, hooks.get("on_phase", contextlib.nullcontext))
-                code = trainer.run()
+                code = trainers.Trainer([run], preemption, on_step, hooks.get("on_phase", contextlib.nullcontext)).run()
             return _trained(plan, code)
         except (jax.errors.JaxRuntimeError, TimeoutError) as error:
             if own_process and jax.process_count() > 1 and "RESOURCE_EXHAUSTED" not in str(error):
@@ -169,16 +167,12 @@ def _train(config, workdir, passed=NOTHING, *, eval_only, own_process=False, on_
 
 def _trained(plan: runs.RunPlan, code: int = 0) -> TrainedRun:
     """The run as its folder has it; the exit code is 0, or 128 + the number of the signal that stopped it."""
-    found = TrainedRun(plan.workdir.path, None, code and code - 128, plan.passed)
-    is_final = not code and jax.process_index() == 0  # others may read the records before the first has written them
-    return found._replace(loss=found.records[-1]["loss"]) if is_final else found
+    found = TrainedRun(plan.workdir.path, None, code % 128, plan.passed)
+    return found if code or jax.process_index() else found._replace(loss=found.records[-1]["loss"])
 
 
 def is_finished(config: ConfigDict | RunConfig, workdir: str | Path) -> bool:
-    """Whether the run of a config is in a workdir and finished; nothing is loaded or written.
-
-    Without a run there no device is started: the caller may leave training to another process.
-    """
+    """Whether the run of a config is in a workdir and finished; without a run there no device is started."""
     return (Path(workdir) / "config.json").exists() and runs.resolve(config, workdir).origin == "finished"
 
 
@@ -186,17 +180,17 @@ def _print_finished(plan: runs.RunPlan) -> None:
     steps = plan.config.steps
     status.clear()
     early = "" if plan.finished == steps else f"; --config.eval.patience=0 goes on to step {steps}"
-    print(f"{plan.workdir} is finished ({plan.finished} steps): nothing to do{early}")
+    if jax.process_index() == 0:
+        print(f"{plan.workdir} is finished ({plan.finished} steps): nothing to do{early}")
 
 
 def _evaluated(run: runs.Run) -> float:
     """The loss of a state on the validation text, which the first process prints."""
-    is_first = jax.process_index() == 0
-    if is_first:
+    if jax.process_index() == 0:
         status.show("evaluating")
     scores = trainers.evaluate(run)
     status.clear()
-    if is_first:
+    if jax.process_index() == 0:
         for step, why in run.damaged.items():
             print(f"checkpoint {step} is damaged ({why}); evaluating the newest intact one")
         windows = f"{run.text.validation.windows} windows of {run.plan.config.model.context} tokens"

@@ -341,7 +341,7 @@ def test_workdir_alone_refuses_other_changes(undisturbed, tmp_path, capsys):
         (tmp_path / "none", ["--config.steps=60"], "--config is missing"),
         (undisturbed, ["--config.model.width=64"], "config.model.width = 64, .* 16"),
         (undisturbed, ["--config.steps=11"], "12 steps, .*config.steps = 11"),
-        (undisturbed, ["--config.stpes=60"], "--config.stpes: .*did you mean steps"),
+        (undisturbed, ["--config.stpes=60"], "--config.stpes .*did you mean steps"),
         (undisturbed, ["--eval_only", "--config.steps=60"], "config.steps = 60, there it was 12"),
     ):
         assert runs.workdir_alone(workdir, *options) == 2

@@ -194,10 +194,8 @@ def dropout_rate(rate, key) -> float:
     if not 0 <= rate < 1:
         raise ValueError(f"dropout_rate = {rate}: expected a probability in [0, 1)")
     if rate and key is None:
-        raise ValueError(
-            f"dropout_rate = {rate} needs dropout_key: one PRNG key, or one per example; in a module "
-            "of flax use attention_fn=attnlab.interop.flax.attention_fn()"
-        )
+        fn = "in a module of flax use attention_fn=attnlab.interop.flax.attention_fn()"
+        raise ValueError(f"dropout_rate = {rate} needs dropout_key: one PRNG key, or one per example; {fn}")
     if rate and not isinstance(key, jax.Array | np.ndarray):
         raise ValueError(f"dropout_key = {key!r}: expected a PRNG key, e.g. jax.random.key(0)")
     return rate

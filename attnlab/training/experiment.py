@@ -104,8 +104,7 @@ class Experiment:
     @functools.cached_property
     def steps_per_call(self) -> int:
         """The most updates of one call of the devices."""
-        platform = self.parallel.mesh.devices.flat[0].platform
-        return states.steps_per_call(self.config, platform, self.parameters)
+        return states.steps_per_call(self.config, self.parallel.mesh.devices.flat[0].platform, self.parameters)
 
     def train_steps(self, state, batches: Sequence[Batch], fixed=None, room: int = 1) -> tuple:
         """(The state after a step on each of some batches, metrics float32 `[room]`, set for each); consumes the state.

@@ -66,10 +66,7 @@ class Profiler:
 
 
 class Timer:
-    """Training time from the last `restart` to the last `stop`: seconds a step, and the share that waited for data.
-
-    `pace` is 0 as long as none is known; `waited` counts seconds.
-    """
+    """Seconds a step from the last `restart` to the last `stop`, 0 before one, and the share that waited for data."""
 
     def __init__(self, step: int):
         self.pace = self.waited_share = 0.0

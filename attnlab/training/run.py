@@ -282,7 +282,7 @@ def _open_files(
     if previous_run is not None:
         workdir.write_config(config_json)
     if tracker:
-        log.trackers.append(trackers.made(tracker, workdir.path, json.loads(config_json)))
+        log.trackers.append(tracker(workdir.path, json.loads(config_json)))
     checkpoints.best = lambda steps: metrics_lib.best_step(log.records, steps)
     return log
 
@@ -305,10 +305,6 @@ def _report_start(run: Run) -> None:
         f"device{'s' if devices > 1 else ''} ({parallel.strategy}), in {precision.described(config.precision)}, "
         f"into {workdir}"
     )
-    if workdir.previous_run and (config.precision, precision.resolved("auto")) == ("bfloat16", "float32"):
-        reporter.print(
-            "the run began in bfloat16, and goes on in it, although this hardware has no instructions for it"
-        )
     if run.start:
         reporter.print(f"resumed from step {run.start}")
     elif plan.origin == "weights":

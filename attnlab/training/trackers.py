@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from attnlab.support.errors import UserError
-
 
 @runtime_checkable
 class Tracker(Protocol):
@@ -34,17 +32,6 @@ class Tracker(Protocol):
 
 
 NewTracker = Callable[[Path, dict], Tracker]  # (workdir, content of config.json) → a tracker of this start
-
-
-def made(tracker: NewTracker, workdir: Path, saved: dict) -> Tracker:
-    """The tracker of a start; UserError where it is none."""
-    found = tracker(workdir, saved) if callable(tracker) else None
-    if not isinstance(found, Tracker):
-        raise UserError(
-            f"tracker={tracker!r} makes no tracker: pass a class or a function that, called with (workdir, config), "
-            "returns an object with log(step, metrics) and close()"
-        )
-    return found
 
 
 class TensorBoard:

@@ -61,12 +61,8 @@ class Trainer:
         on_phase: OnPhase = contextlib.nullcontext,
     ):
         first = runs[0]
-        self.config, self.experiment, self.start, self.reporter = (
-            first.plan.config,
-            first.experiment,
-            first.start,
-            first.reporter,
-        )
+        self.config, self.experiment = first.plan.config, first.experiment
+        self.start, self.reporter = first.start, first.reporter
         self.preemption, self.on_step, self.on_phase = preemption, on_step, on_phase
         self._together, self._count = len(runs) > 1, len(runs)
         self.state = states.joined([run.state for run in runs]) if self._together else first.state
@@ -117,7 +113,8 @@ class Trainer:
                 if evaluate:
                     self._end_exhausted(step)
                 if sample:
-                    self._write_samples(step)
+                    for place in self._runs:
+                        self._write_sample(place, step)
                 if pause:
                     self._timer.restart(step)  # exclude evaluation, saving and sampling
                     self._within = None
@@ -138,9 +135,7 @@ class Trainer:
         if first:
             self.reporter.say("compiling the step")
         taken = list(itertools.islice(batches, self._steps_ahead(step)))
-        if (
-            not self._unread or self._unread[-1].metrics["loss"].is_ready()
-        ):  # otherwise the devices were still computing
+        if not self._unread or self._unread[-1].metrics["loss"].is_ready():  # else the devices were still computing
             self._timer.waited += time.perf_counter() - requested
         last = step + len(taken)
         with profiler.step(step + 1), self.on_phase("compile" if first else "step"):
@@ -303,10 +298,6 @@ class Trainer:
             self._print(place, f"stopped: {where}; the same command resumes from there")
         # A launcher may kill the other processes as soon as one ends.
         multihost_utils.sync_global_devices("attnlab: stopped")
-
-    def _write_samples(self, step: int) -> None:
-        for place in self._runs:
-            self._write_sample(place, step)
 
     def _write_sample(self, place: int, step: int) -> None:
         if not self._sampled:

@@ -1,7 +1,6 @@
 """`metrics.jsonl` holds each record once, despite truncated lines and restarts."""
 
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -11,16 +10,8 @@ import jax
 import pytest
 
 from attnlab.support.errors import UserError
-from attnlab.training import metrics, trackers
+from attnlab.training import metrics
 from attnlab.training.trackers import TensorBoard
-
-
-def test_log_writes_flat_records_in_order(tmp_path):
-    log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
-    log.write(step=1, split="train", loss=2.0)
-    log.write(step=2, split="val", loss=1.5)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == log.records == metrics.read(tmp_path / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("tail", ["", '{"step": 3, "spl'])
@@ -64,15 +55,6 @@ def test_log_changed_before_the_offset_is_refused(tmp_path):
         assert path.read_bytes() == damaged
     path.unlink()
     assert metrics.MetricsLog(path, offset, last_step=1).lost
-
-
-def test_log_resumed_at_its_end_is_not_rewritten(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    log = metrics.MetricsLog(path)
-    log.write(step=1, split="train", loss=1.0)
-    before = path.stat()
-    metrics.MetricsLog(path, log.offset(), last_step=1)
-    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_read_names_a_damaged_line(tmp_path):
@@ -149,12 +131,6 @@ def test_trackers_get_the_numbers_of_each_record(tmp_path):
     log.write(step=1, split="val", loss=1.0)
     log.close()
     assert tracker.logged == [(1, "train/loss"), (1, "val/loss")] and tracker.closed
-
-
-def test_tracker_without_log_and_close_is_one_line(tmp_path, own_errors):
-    for tracker in (Recorder(), lambda workdir, config: None):
-        with pytest.raises(UserError, match=r"makes no tracker: pass a class .*log\(step, metrics\) and close\(\)"):
-            trackers.made(tracker, tmp_path, {})
 
 
 def test_reporter_on_a_terminal_shows_control_characters(capsys, monkeypatch):

@@ -43,10 +43,6 @@ def test_auto_on_a_cpu_depends_on_its_instructions(monkeypatch, flags, expected)
     assert experiment.config.precision == experiment.model.dtype == expected and config.precision == "auto"
 
 
-def test_precision_that_is_given_is_kept():
-    assert precision.resolved("float32", device("tpu")) == "float32"
-
-
 A100, V100 = (device("gpu", compute_capability=version, device_kind="Tesla V100") for version in ("8.0", "7.0"))
 
 
