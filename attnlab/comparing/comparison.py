@@ -161,8 +161,8 @@ def compare(
     >>> options = {"workdir": tempfile.mkdtemp(), "seeds": 2, "learning_rates": [1e-2]}
     >>> found = compare(small, kinds, **options)  # doctest: +ELLIPSIS
     1/4 ...
-    >>> [row["variant"] for row in found.rows], isinstance(found.verdict("near"), str)
-    (['softmax', 'near'], True)
+    >>> [(row["variant"], row["seeds"]) for row in found.rows], isinstance(found.verdict("near"), str)
+    ([('softmax', 2), ('near', 2)], True)
     """
     arguments = {"seeds": seeds, "tuning_seeds": tuning_seeds, "learning_rates": learning_rates, "tasks": tasks}
     arguments |= {"match": match or "none", "match_length": match_length}
