@@ -72,7 +72,7 @@ def mistake(capsys, command, *arguments):
         ([QUICKSTART, "--config.optimizer.learning_rate=inf"], r"learning_rate = inf"),
         ([QUICKSTART, "--config.parallel.mesh={'tensor': 2}"], r"config.parallel.mesh"),
         ([*SMALL, "--config.checkpoint.dir=/dev/null/kept"], r"checkpoint.dir = .*cannot be written"),
-        ([QUICKSTART, "--flagfile=docs/images/attention.png"], r"--flagfile is not UTF-8"),
+        ([QUICKSTART, "--flagfile=docs/images/compare.png"], r"--flagfile is not UTF-8"),
         ([QUICKSTART, "--config.data.path=~nosuchuser/x"], r"data.path = '~nosuchuser/x': no such file"),
         ([QUICKSTART, "--config.checkpoint.dir=~nosuchuser/x"], r"~NAME .* no user .*: write the path in full"),
         ([QUICKSTART, "--import=/dev/zero"], r"/dev/zero: not a regular file"),

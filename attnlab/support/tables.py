@@ -20,9 +20,9 @@ def as_text(cells: Sequence[Sequence[str]], width: int | None = None) -> str:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_edge=False)
     for at, head in enumerate(heads):
         is_number = any("±" in row[at] for row in rows)
-        table.add_column(
-            Text(head), justify="right" if at else "left", no_wrap=is_number, overflow="fold", min_width=6 if at else 12
-        )
+        least = None if width == UNBOUND else 6 if at else 12
+        look = {"justify": "right" if at else "left", "overflow": "fold", "min_width": least}
+        table.add_column(Text(head), no_wrap=is_number, **look)
     for row in rows:
         table.add_row(*map(Text, row))
     drawn = io.StringIO()
