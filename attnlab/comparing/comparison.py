@@ -55,6 +55,9 @@ class Comparison:
       sentences: the answer, a sentence for each variant but the first.
       page: of everything, `comparison.html`.
       failed: the errors of runs that failed, by name.
+
+    >>> Comparison({}, Path("comparison.html")).rows  # of `compare`, which has an example, a row for each variant
+    []
     """
 
     def __init__(self, found: Mapping[str, "_Found"], page: Path):

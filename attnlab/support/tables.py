@@ -21,7 +21,8 @@ def as_text(cells: Sequence[Sequence[str]], width: int | None = None) -> str:
     for at, head in enumerate(heads):
         is_number = any("±" in row[at] for row in rows)
         least = None if width == UNBOUND else 6 if at else 12
-        look = {"justify": "right" if at else "left", "overflow": "fold", "min_width": least}
+        is_name = at == 0 and not all(row[0][:1].isdigit() for row in rows)
+        look = {"justify": "left" if is_name else "right", "overflow": "fold", "min_width": least}
         table.add_column(Text(head), no_wrap=is_number, **look)
     for row in rows:
         table.add_row(*map(Text, row))
