@@ -160,10 +160,11 @@ def compare(
     >>> import tempfile
     >>> small = ["--config=quickstart", "--config.model.num_layers=1", "--config.model.width=16", "--config.steps=4"]
     >>> small += ["--config.eval.windows=4", "--config.eval.every=2", "--config.parallel.mesh.data=1"]
-    >>> kinds = {"softmax": {}, "near": attnlab.masks.SlidingWindow(left=4)}
+    >>> from attnlab.masks import SlidingWindow
+    >>> kinds = {"softmax": {}, "near": SlidingWindow(left=4)}
     >>> options = {"workdir": tempfile.mkdtemp(), "seeds": 2, "learning_rates": [1e-2]}
     >>> found = compare(small, kinds, **options)  # doctest: +ELLIPSIS
-    1/4 ...
+    near_...: causal, ...
     >>> [(row["variant"], row["seeds"]) for row in found.rows], isinstance(found.verdict("near"), str)
     ([('softmax', 2), ('near', 2)], True)
     """
