@@ -87,7 +87,7 @@ def _main(values, argv: list[str]) -> int:
         raise UserError(f"--learning_rates={','.join(values.learning_rates)}: expected numbers") from error
     arguments = {name: values[name].value for name in ("seeds", "tuning_seeds", "match", "match_length")}
     arguments |= {"learning_rates": rates, "tasks": values.tasks, "known_tasks": known, "published": published}
-    folder, together = Path(values.workdir or f"runs/{name}-comparison"), training_runs.checked(values)
+    folder, together = Path(values.workdir or f"runs/{name}-comparison"), training_runs.checked(values.together)
     parts = comparison.parts(options, variants, folder, **arguments)
     used = [layer for part in parts for variant in part.variants for layer in part.config_of(variant).model.used]
     custom.check_used(values["import"].value, used)

@@ -58,7 +58,7 @@ def _main(values, options: list[str]) -> int:
     if not values.grid:
         raise UserError("--grid is missing: name a field and its values, e.g. --grid config.seed=0,1")
     _, name = commands.config_of(values)
-    together = training_runs.checked(values)
+    together = training_runs.checked(values.together)
     points = grid.points(values.grid, options)
     custom.check_used(values["import"].value, [layer for point in points for layer in point.config.model.used])
     folder = Path(values.workdir or f"runs/{name}-sweep")

@@ -26,6 +26,7 @@ from attnlab.data.batches import Batch
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
 from attnlab.support import workers
+from attnlab.support.errors import UserError
 from attnlab.training import text as texts
 from attnlab.training.state import token_losses
 from attnlab.training.workdir import Workdir
@@ -175,6 +176,20 @@ def test_published_results_are_set_beside_ours_with_an_outcome(finished):
     for text in (out, (parity / "replication.md").read_text(), (folder / "comparison.html").read_text()):
         assert "Grazzi et al. 2025" in text and ours[1]["outcome"] in text
         assert re.search(r"Otherwise here: model.attention.window None, not 4; steps \d+, not 20000; An answer", text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seeds": 1}, "seeds = 1"),
+        ({"match": "size"}, "match = 'size'"),
+        ({"together": 0}, "--together=0: expected auto"),
+    ],
+)
+def test_mistake_in_an_argument_is_one_line(tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        comparing.compare(OPTIONS, {"a": {}, "b": {}}, workdir=tmp_path / "new", **options)
+    assert not (tmp_path / "new").exists()
 
 
 def test_function_goes_on_where_the_command_was(finished, monkeypatch, capsys):

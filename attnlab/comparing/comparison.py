@@ -173,7 +173,9 @@ def compare(
     found = parts(_options(config), variants, Path(workdir), **arguments)
     if check:
         check_layers(found)
-    return run(found, Path(workdir), together=str(together), jobs=0, command="attnlab.comparing.compare")
+    return run(
+        found, Path(workdir), together=training_runs.checked(str(together)), jobs=0, command="attnlab.comparing.compare"
+    )
 
 
 def run(parts: Sequence[Part], folder: Path, *, together: str, jobs: int, command: str) -> Comparison:
@@ -222,6 +224,10 @@ def parts(
 ) -> list[Part]:
     """The parts of a comparison, checked before anything starts; arguments as of `compare`."""
     named_variants, config = variants_.of_values(variants), config_of(options)
+    if seeds < 2 or tuning_seeds < 1:
+        raise UserError(f"seeds = {seeds}, tuning_seeds = {tuning_seeds}: expected 2 or more, and 1 or more")
+    if match not in table.COSTS:
+        raise UserError(f"match = {match!r}: expected one of {', '.join(variants_.SIZES)}, or None")
     if match_length is not None and match != "state":
         raise UserError(f"--match_length={match_length} is of --match=state: leave it out")
     options = [*options, *(one for one in DEFAULTS if not _sets(options, one))]

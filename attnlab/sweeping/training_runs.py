@@ -31,11 +31,11 @@ def define(values) -> None:
     flags.DEFINE_string("together", together.AUTO, meaning, flag_values=values)
 
 
-def checked(values) -> str:
+def checked(value: str) -> str:
     """The value of --together; UserError for one that is neither auto nor a number from 1."""
-    if values.together == together.AUTO or (values.together.isdecimal() and int(values.together)):
-        return values.together
-    raise UserError(f"--together={values.together}: expected auto, or the number of runs, 1 or more")
+    if value == together.AUTO or (value.isdecimal() and int(value)):
+        return value
+    raise UserError(f"--together={value}: expected auto, or the number of runs, 1 or more")
 
 
 @contextlib.contextmanager
