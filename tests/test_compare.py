@@ -158,6 +158,8 @@ def test_parts_of_a_comparison_have_folders_and_one_page(finished):
     page = (folder / "comparison.html").read_text()
     assert all(title in page for title in (PARITY, ">text<", "Accuracy against length", "Loss over seconds"))
     assert "state that decoding" not in page  # which all variants have in equal size
+    costs = {row["flops_per_token_train"] for row in comparing.read(part_of(folder, "text"))}
+    assert ("Loss over FLOPs" in page) == (len(costs) > 1)
     assert page.index("window ") < page.index("<table") and "attnlab compare --config" in page
     assert f"the page of all is {folder / 'comparison.html'}" in out
 
