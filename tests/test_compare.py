@@ -185,13 +185,19 @@ def test_published_results_are_set_beside_ours_with_an_outcome(finished):
     [
         ({"seeds": 1}, "seeds = 1"),
         ({"match": "size"}, "match = 'size'"),
-        ({"together": 0}, "--together=0: expected auto"),
+        ({"together": 0}, "--together=0: expected"),
+        ({"tasks": "copy"}, "expected a list"),
     ],
 )
 def test_mistake_in_an_argument_is_one_line(tmp_path, options, message):
     with pytest.raises(UserError, match=message):
         comparing.compare(OPTIONS, {"a": {}, "b": {}}, workdir=tmp_path / "new", **options)
     assert not (tmp_path / "new").exists()
+
+
+def test_comparison_of_other_steps_needs_another_folder(finished, capsys):
+    assert compared(finished[0], f"--variants={finished[1]}", "--config.steps=24") == 2
+    assert re.search("has runs of 12 steps, and now 24: choose a new --workdir", capsys.readouterr().err)
 
 
 def test_function_goes_on_where_the_command_was(finished, monkeypatch, capsys):

@@ -59,6 +59,8 @@ def svg(chart: Chart, names: Sequence[str]) -> str:
         plots.finished(figure, "").savefig(text, format="svg", transparent=True, metadata={"Date": None})
     drawn = re.search("<svg.*</svg>", text.getvalue(), re.DOTALL)[0]
     drawn = re.sub("<(metadata|style).*?</\\1>|<!--.*?-->", "", drawn, flags=re.DOTALL)
+    used = set(re.findall(r"#([\w-]+)", drawn))
+    drawn = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", drawn)
     # The page's policy admits no style of an element: its properties become attributes.
     drawn = re.sub(' style="([^"]*)"', lambda style: _attributes(style[1]), drawn)
     ends = ", ".join(f"{name} {ys[-1]:.4g}" for name, (_, ys) in chart.series.items() if len(ys))

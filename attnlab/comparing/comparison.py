@@ -5,6 +5,7 @@ import datetime
 import math
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
+from attnlab import commands, compilation, train
 from attnlab import config as configs
-from attnlab import train
 from attnlab.comparing import measuring, page, replication, report, table
 from attnlab.comparing import protocol as protocols
 from attnlab.comparing import variants as variants_
@@ -138,8 +139,8 @@ def compare(
     Each run has a folder of its own in `workdir`; the same call goes on where it was stopped, and keeps what is there.
 
     Args:
-      config: the name of an experiment, "quickstart"; a modified `attnlab.config.default()`; or words of a command
-        line.
+      config: the name of an experiment, "quickstart"; a modified `attnlab.config.default()`; or a list of words of
+        a command line.
       variants: by name, what makes each: fields of the config, `{"model.positions": "alibi"}` or as a text
         "model.positions=alibi"; or all layers: the config of a layer, a class of layers, a mask, a score mod, or a
         function of scores, see docs/guide/own.md. The others are compared with the first.
@@ -173,6 +174,8 @@ def compare(
     found = parts(_options(config), variants, Path(workdir), **arguments)
     if check:
         check_layers(found)
+    if custom.files() and (fault := compilation.miscompilation()):  # which the runs' logs would have alone
+        print(fault)
     return run(
         found, Path(workdir), together=training_runs.checked(str(together)), jobs=0, command="attnlab.comparing.compare"
     )
@@ -226,12 +229,20 @@ def parts(
     named_variants, config = variants_.of_values(variants), config_of(options)
     if seeds < 2 or tuning_seeds < 1:
         raise UserError(f"seeds = {seeds}, tuning_seeds = {tuning_seeds}: expected 2 or more, and 1 or more")
+    if isinstance(tasks, str):
+        raise UserError(f"tasks = {tasks!r}: expected a list of names")
+    if tasks and _sets(options, "--config.data.name="):
+        raise UserError("--tasks choose config.data.name: name one of the two")
+    if config.checkpoint.dir:
+        raise UserError(f"config.checkpoint.dir = {config.checkpoint.dir}: runs cannot share it: remove it")
     if match not in table.COSTS:
         raise UserError(f"match = {match!r}: expected one of {', '.join(variants_.SIZES)}, or None")
     if match_length is not None and match != "state":
         raise UserError(f"--match_length={match_length} is of --match=state: leave it out")
     options = [*options, *(one for one in DEFAULTS if not _sets(options, one))]
-    rates = list(learning_rates) or [float(f"{factor * config.optimizer.learning_rate:.2g}") for factor in FACTORS]
+    rates = [float(rate) for rate in learning_rates] or [
+        float(f"{factor * config.optimizer.learning_rate:.2g}") for factor in FACTORS
+    ]
     if len(set(rates)) < len(rates) or min(rates) <= 0:
         raise UserError(f"--learning_rates={','.join(map(str, rates))}: expected different numbers above 0")
     fresh = config.seed + tuning_seeds
@@ -337,30 +348,35 @@ def _train(points, folder: Path, runner: training_runs.Runner) -> dict[str, str]
 
 def _measure(final, folder: Path, runner: training_runs.Runner) -> dict[str, dict]:
     """The measurements of each variant that has a finished run, one after another."""
-    logs, files, words = folder / training_runs.LOGS, {}, {}
+    logs, files, waiting = folder / training_runs.LOGS, {}, {}
     for name, points in final.items():
         workdirs = [folder / point.name for point in points if train.is_finished(point.config, folder / point.name)]
-        if not workdirs:
-            continue
-        files[name] = logs / f"{workdirs[0].name}-{protocols.digest(workdirs)}.json"
-        if not files[name].exists():
-            code = (f"--import={file}" for file in custom.files())
-            words[f"measuring {workdirs[0].name}"] = [
-                "attnlab.comparing.__main__",
-                *code,
-                str(files[name]),
-                *map(str, workdirs),
-            ]
-    if not runner.jobs:
-        for name, (_, *arguments) in words.items():
-            print(name, flush=True)
-            with (logs / f"{name}.txt").open("a") as log, contextlib.redirect_stdout(log):
-                measuring.main([name, *(word for word in arguments if not word.startswith("--import="))])
-        words = {}
-    for ended in workers.run(words, 1, logs, runner.lock, lambda name: print(name, flush=True)):
-        if ended.error:
-            print(f"{ended.name} failed: {ended.error} (see {logs})", file=sys.stderr)
+        if workdirs:
+            files[name] = logs / f"{workdirs[0].name}-{protocols.digest(workdirs)}.json"
+        if workdirs and not files[name].exists():
+            waiting[f"measuring {workdirs[0].name}"] = [str(files[name]), *map(str, workdirs)]
+    if runner.jobs:
+        module = ["attnlab.comparing.__main__", *(f"--import={file}" for file in custom.files())]
+        words = {name: [*module, *arguments] for name, arguments in waiting.items()}
+        ended = workers.run(words, 1, logs, runner.lock, lambda name: print(name, flush=True))
+        errors = {each.name: each.error for each in ended}
+    else:
+        errors = {name: _measure_here(name, arguments, logs) for name, arguments in waiting.items()}
+    for name, error in errors.items():
+        if error:
+            print(f"{name} failed: {error} (see {logs})", file=sys.stderr)
     return {name: read_json(file) for name, file in files.items() if file.exists()}
+
+
+def _measure_here(name: str, arguments: Sequence[str], logs: Path) -> str:
+    """Measure a variant in this process; the error if it failed, else ""."""
+    print(name, flush=True)
+    with (logs / f"{name}.txt").open("a") as log, contextlib.redirect_stdout(log):
+        try:
+            return "" if measuring.main([name, *arguments]) == 0 else "its runs cannot be loaded"
+        except Exception as error:  # in a custom layer, or for want of memory
+            traceback.print_exc(file=log)
+            return f"{type(error).__name__}: {commands.one_line(error)}"
 
 
 def _on_times(final, folder: Path, jobs: int) -> list[str]:

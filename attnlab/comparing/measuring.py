@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnlab import commands, compilation, loading
+from attnlab import commands, loading
 from attnlab.comparing import certificate
 from attnlab.comparing.variants import state_bytes
 from attnlab.config import RunConfig
@@ -42,7 +42,6 @@ def main(argv: list[str] | None = None) -> int:
     """Measure and write the file; returns the exit code."""
     words = (sys.argv if argv is None else argv)[1:]
     out, *workdirs = (word for word in words if not word.startswith("--import="))
-    compilation.keep_programs()
     try:
         for file in commands.given(words, "import"):
             custom.import_file(file)

@@ -14,6 +14,7 @@ from attnlab.config import RunConfig
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
 from attnlab.nn import custom
+from attnlab.support.errors import UserError
 from attnlab.sweeping import grid
 from attnlab.sweeping.grid import Point
 from attnlab.training import metrics
@@ -63,6 +64,10 @@ def version(config: RunConfig, variant: Variant) -> str:
 
 def has_ended(point: Point, folder: Path) -> bool:
     """Whether a run is finished, or diverged; UserError for a run with another config, diverged or not."""
+    if (folder / point.name / "config.json").exists():
+        steps = read_config(folder / point.name)["steps"]
+        if steps != point.config.steps:  # runs that go on would be compared with runs of one schedule
+            raise UserError(f"{folder} has runs of {steps} steps, and now {point.config.steps}: choose a new --workdir")
     return train.is_finished(point.config, folder / point.name) or diverged(folder / point.name)
 
 

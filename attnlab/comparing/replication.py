@@ -56,6 +56,8 @@ def published(file: str, names: Sequence[str]) -> dict[str, Published]:
             found[part] = Published(**fields)
         except TypeError as error:
             raise UserError(f"{where}: {error}: expected a dictionary of {', '.join(Published._fields)}") from error
+        if not isinstance(found[part].results, Mapping) or not isinstance(found[part].protocol, Mapping):
+            raise UserError(f"{where}: expected dictionaries of results and protocol")
         if unknown := {*found[part].results} - {*names} or {*found[part].protocol} - {*fields_known}:
             raise UserError(
                 f"{where} has {min(unknown)!r}: expected variants, and fields of a config, seeds, learning_rates"
@@ -148,8 +150,8 @@ def cells(rows: Sequence[Mapping]) -> list[list[str]]:
 
 def _cell(name: str, row: Mapping) -> str:
     value, half = row[name], row.get(f"{name}_interval")
-    if value is None or isinstance(value, str):
-        return value or ""
+    if value is None or isinstance(value, str) or np.isnan(value):
+        return value if isinstance(value, str) else ""
     sign = "+" if name.endswith("difference") else ""
     return f"{value:{sign}.3f}" + ("" if half is None else f" ± {half:.3f}")
 

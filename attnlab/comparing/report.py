@@ -103,8 +103,8 @@ def remarks(part: Part, rows: Sequence[Mapping]) -> list[str]:
         name = row["variant"]
         notes += [f"{name}: its operators do not conform."] * (row["conforms"] is False)
         notes += [f"{name}: no width makes its size equal to the first variant's within 5 %."] * (not row["comparable"])
-        notes += [f"{name}: {row['diverged']} runs diverged, and have the loss of chance."] * (row["diverged"] > 0)
-        notes += [f"{name}: {row['failed']} runs failed, and are left out."] * (row["failed"] > 0)
+        notes += [f"{name}: {row['diverged']} diverged, with the loss of chance."] * (row["diverged"] > 0)
+        notes += [f"{name}: {row['failed']} failed, and no part of the means."] * (row["failed"] > 0)
     return notes
 
 

@@ -66,7 +66,7 @@ def _difference(paired: np.ndarray, variants: int, resolution: float) -> Differe
     count, level = len(paired), LEVEL / variants
     mean, half = mean_and_margin(paired, level, 2**0.5 * resolution)
     if count < 2:
-        return Difference(mean, half, 1.0, OPEN if count else "failed", math.nan, None)
+        return Difference(mean, half, math.nan, OPEN if count else "failed", math.nan, None)
     error = half / stats.t.ppf(1 - level / 2, count - 1)
     p = min(1.0, 2 * variants * stats.t.sf(abs(mean) / error, count - 1)) if error else float(mean == 0)
     seen, spread = abs(mean) > half, error * count**0.5

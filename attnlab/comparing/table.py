@@ -88,6 +88,7 @@ def rows(
             "variant": variant.name,
             **{key: value for name, of in results.items() for key, value in _mean(name, of[n]).items()},
             "seeds": int((~np.isnan(results["loss"][n])).sum()),
+            "pairs": int((~np.isnan(results["loss"][n] - results["loss"][0])).sum()),
             **_difference(compared[n], protocol.measure, sign),
             "version": protocols.version(points[n][0].config, variant) or None,
             "diverged": sum(map(protocols.diverged, workdirs[n])),
@@ -98,7 +99,7 @@ def rows(
             **_mean("loss_at_equal_time", at_time[n]),
             "verdict_at_equal_time": in_time[n] and in_time[n].verdict,
             **_measured(measured.get(variant.name, {}), protocol.measure),
-            "train_tokens_per_second": _number(np.nanmedian([math.nan, *map(protocols.speed, workdirs[n])])),
+            "train_tokens_per_second": _median([protocols.speed(workdir) for workdir in workdirs[n]]),
         }
         for n, variant in enumerate(variants)
     ]
@@ -142,6 +143,11 @@ def _measured(found: Mapping, measure: str) -> dict:
     return conforms | {name: found.get(name) for name in (*FACTS, *lengths, *speeds)}
 
 
+def _median(values: Sequence[float]) -> float | None:
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.median(known)) if known else None
+
+
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else float(value)
 
@@ -158,18 +164,22 @@ def _sentence(row: Mapping, first: str, measure: str, timed: bool) -> str:
     name, difference, verdict = row["variant"], row[f"difference_{measure}"], row["verdict"]
     if verdict == "failed":
         return f"{name} has no run to compare with {first}."
-    count = f"{WORDS[row['seeds']] if row['seeds'] < len(WORDS) else row['seeds']} seeds"
+    count = WORDS[row["pairs"]] if row["pairs"] < len(WORDS) else f"{row['pairs']}"
+    count += " seed" + "s" * (row["pairs"] != 1)
     half, p = row[f"difference_{measure}_interval"], row["difference_p"]
+    # Thousandths, or the first digit of the interval.
+    digits = 3 if not half else min(9, max(3, -math.floor(math.log10(half))))
+    around = f" ± {half:.{digits}f}" if half is not None else ""
+    evidence = f"{count}" if p is None else f"p < 0.001, {count}" if p < 0.001 else f"p = {p:.2g}, {count}"
     if verdict == statistics.OPEN:
         needed = row["difference_seeds_needed"] and _cell("difference_seeds_needed", row).replace(" (", " seeds (")
-        seeds = f"; {needed} would decide it" if needed else ""
-        of = f"{difference:+.3f}" + (f" ± {half:.3f}" if half is not None else "") + _unit(measure)
-        text = f"{name} and {first} are not told apart after as many tokens: {of} (p = {p:.2g}, {count}{seeds})"
+        evidence += f"; {needed} would decide it" if needed else ""
+        by = f"{difference:+.{digits}f}{around}{_unit(measure)}"
+        text = f"{name} and {first} are not told apart after as many tokens: {by} ({evidence})"
     else:
-        by = f"{abs(difference):.3f} ± {half:.3f}{_unit(measure)}"
-        evidence = "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
-        text = f"{name} is {verdict} than {first} by {by} after as many tokens ({evidence}, {count})"
-    later = row["verdict_at_equal_time"] if timed else None
+        by = f"{abs(difference):.{digits}f}{around}{_unit(measure)}"
+        text = f"{name} is {verdict} than {first} by {by} after as many tokens ({evidence})"
+    later = row["verdict_at_equal_time"] if timed and row["diverged"] < row["seeds"] else None
     if later in ("better", "worse", statistics.OPEN):
         text += f", {'also' if later == verdict else f'but {later}'} after as many seconds"
     return text + "."
@@ -185,7 +195,7 @@ def _unit(measure: str) -> str:
 def first_columns(found: Sequence[Mapping], measure: str, match: str = "none") -> list[str]:
     """The six columns that answer the question: variant, result, difference, p, verdict, and the cost it is about."""
     names = ["variant", measure, f"difference_{measure}", "difference_p", "verdict", COSTS[match]]
-    return names + ["version"] * any(row["version"] for row in found)
+    return [*names[:1], *["version"] * any(row["version"] for row in found), *names[1:]]
 
 
 def all_columns(found: Sequence[Mapping]) -> list[str]:
@@ -262,12 +272,13 @@ def read(folder: str | Path) -> list[dict[str, Any]]:
     path = Path(folder) / TABLE
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            found = list(csv.DictReader(file, strict=True))
+            return [
+                {name: _value(name, text) for name, text in row.items()} for row in csv.DictReader(file, strict=True)
+            ]
     except FileNotFoundError as error:
         raise UserError(f"{folder} holds no {TABLE}: name the --workdir of attnlab compare") from error
-    except (OSError, csv.Error, ValueError) as error:
+    except (OSError, csv.Error, ValueError, AttributeError) as error:
         raise UserError(f"{path} cannot be read ({error}): repeat the command that wrote it") from error
-    return [{name: _value(name, text) for name, text in row.items()} for row in found]
 
 
 def _value(name: str, text: str | None):

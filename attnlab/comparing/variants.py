@@ -1,6 +1,8 @@
 """The variants of a comparison: names, the options of `attnlab train` that make them, and widths that match in size."""
 
+import contextlib
 import hashlib
+import inspect
 import re
 import runpy
 import shlex
@@ -37,6 +39,12 @@ class Variant(NamedTuple):
 
 def of_values(variants: Mapping[str, Any]) -> list[Variant]:
     """Variants of names, and what makes each: see `attnlab.comparing.compare`."""
+    layers = [what.get("model.layers") if isinstance(what, Mapping) else what for what in variants.values()]
+    classes = {layer for layer in layers if isinstance(layer, type)}
+    if len({layer.__name__ for layer in classes}) < len(classes):
+        raise UserError("two classes of layers have one name: rename one")
+    if wrong := [name for name in variants if not isinstance(name, str) or not name.strip() or "\n" in name]:
+        raise UserError(f"variant {wrong[0]!r}: expected a name of one line")
     found = [Variant(name, *options_of(name, what)) for name, what in variants.items()]
     if len(found) < 2:
         raise UserError('one variant: name another to compare it with, e.g. --variant "alibi: model.positions=alibi"')
@@ -52,6 +60,12 @@ def parse(texts: Sequence[str], file: str | None) -> dict[str, Any]:
             f"{file} has no dictionary VARIANTS of names, and their fields and values: write one, or name variants "
             'with --variant "NAME: FIELD=VALUE"'
         )
+    for name, what in in_file.items():
+        if not isinstance(what.get("model.layers", "") if isinstance(what, Mapping) else what, str):
+            raise UserError(
+                f"{file}: variant {name!r} is a value of Python, and the command takes fields: name the file of the "
+                "layer by --import, and write model.layers=NAME, or call attnlab.comparing.compare"
+            )
     found += in_file.items()
     names = [name for name, _ in found]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -104,7 +118,11 @@ def _layers(name: str, value) -> tuple[list[str], str]:
         ], ""
     if isinstance(value, type):
         return [f"--config.model.layers={custom.register(value)}"], ""
-    code = hashlib.sha256(described(value).encode()).hexdigest()[:6]
+    text = described(value)
+    if not type(value).__module__.startswith("attnlab."):
+        with contextlib.suppress(OSError, TypeError):  # a class of no file
+            text += inspect.getsource(type(value))
+    code = hashlib.sha256(text.encode()).hexdigest()[:6]
     kind = custom.register(value, re.sub(r"\W", "_", f"_{name}" if name[:1].isdigit() else name) + f"_{code}")
     return [f"--config.model.layers={kind}"], code
 
@@ -113,8 +131,10 @@ def fields_of_file(file: str, name: str) -> Mapping:
     """A dictionary of names, and what makes each, in a Python file or an experiment; {} where it has none."""
     try:
         found = runpy.run_path(configs.find(file)).get(name, {})
+    except UserError:
+        raise
     except Exception as error:  # whatever a user's file raises
-        raise UserError(f"--variants={file}: {type(error).__name__}: {commands.one_line(error)}") from error
+        raise UserError(f"{file}: {type(error).__name__}: {commands.one_line(error)}") from error
     if not isinstance(found, Mapping):
         raise UserError(f"{file}: {name} is not a dictionary of names to fields and values")
     return found

@@ -21,7 +21,7 @@ def curves(
     x: str,
     y: str,
     log: str = "",
-    spread: Mapping[str, Sequence] | None = None,
+    spread: Mapping[str, Sequence | np.ndarray] | None = None,
     dashed: Sequence[str] = (),
     markers: bool = True,
     labels: str = "legend",

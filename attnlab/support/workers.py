@@ -53,7 +53,8 @@ def interruptible() -> Iterator[None]:
     def interrupt(number, _):
         raise Interrupted(number)
 
-    before = {number: signal.signal(number, interrupt) for number in SIGNALS}
+    is_main = threading.current_thread() is threading.main_thread()  # which alone may handle signals
+    before = {number: signal.signal(number, interrupt) for number in SIGNALS} if is_main else {}
     try:
         yield
     except Interrupted:

@@ -6,6 +6,7 @@ python -m attnlab.sweeping.together TOGETHER FOLDER '{"NAME": ["--config=â€¦", â
 import contextlib
 import json
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -51,21 +52,25 @@ def train_all(configs: Mapping[Path, RunConfig], together: str, tell: Tell = wor
             now = plans
             try:
                 if start not in programs:
-                    programs[start] = _program(plans, together)
+                    programs[start] = _program(plans, together, own_process)
                 program, count = programs[start]
                 now, later = plans[:count], plans[count:]
                 waiting[:0] = [(start, later)] if later else []
                 if code := _train(now, program, preemption, tell):
                     return code
-            except ERRORS as error:
+            except Exception as error:
                 message = commands.explained(error)
-                if len(now) == 1 or start not in programs:
-                    if message is None:
-                        raise
+                is_last = len(now) == 1 or start not in programs
+                if own_process and not (isinstance(error, ERRORS) and (message or not is_last)):
+                    raise
+                if message is None:  # in a notebook an error of a layer ends its runs alone
+                    traceback.print_exc(file=sys.stdout)
+                    message = f"{type(error).__name__}: {commands.one_line(error)}"
+                if is_last:
                     for plan in now:
                         tell(plan.workdir.path.name, message)
                     continue
-                print(f"{len(now)} runs together failed ({message or repr(error)}): by halves", flush=True)
+                print(f"{len(now)} runs together failed ({message}): by halves", flush=True)
                 half = len(now) // 2
                 for part in (now[half:], now[:half]):  # which may have begun, and saved
                     waiting[:0] = _starting({plan.workdir.path: plan.config for plan in part}, tell)
@@ -87,7 +92,7 @@ def _starting(configs: Mapping[Path, RunConfig], tell: Tell) -> list[tuple[str, 
     return list(found.items())
 
 
-def _program(plans: Sequence[RunPlan], together: str) -> tuple[runs.Program, int]:
+def _program(plans: Sequence[RunPlan], together: str, own_process: bool) -> tuple[runs.Program, int]:
     """The program of runs that start from the same step, and how many of them it trains together."""
     program = runs.load(plans[0], runs.start_of(plans[0])[1])
     # On CPUs runs take as long together as one after another, or longer.
@@ -97,7 +102,8 @@ def _program(plans: Sequence[RunPlan], together: str) -> tuple[runs.Program, int
         raise UserError(f"--together={together}: the mesh splits the state of each run: use --together=1")
     if custom.files() and (fault := compilation.miscompilation()):
         print(fault)
-    program.experiment.compile_ahead(count if count > 1 else None)
+    if own_process:
+        program.experiment.compile_ahead(count if count > 1 else None)
     return program, count
 
 

@@ -138,7 +138,8 @@ def test_table_comes_back_as_it_was(rows, tmp_path):
 
 
 def test_sentence_says_by_how_much_on_what_evidence_and_whether_time_agrees():
-    row = {"variant": "b", "seeds": 5, "difference_loss": -0.1724, "difference_loss_interval": 0.0049}
+    row = {"variant": "b", "seeds": 5, "pairs": 5, "diverged": 0}
+    row |= {"difference_loss": -0.1724, "difference_loss_interval": 0.0049}
     row |= {"difference_p": 2e-5, "verdict": "better", "verdict_at_equal_time": "worse"}
     assert table.sentences([{"variant": "a"}, row], "loss") == [
         "b is better than a by 0.172 ± 0.005 nats after as many tokens (p < 0.001, five seeds), but worse after as "

@@ -7,7 +7,7 @@ import pytest
 
 from attnlab.comparing.variants import Variant, config_of, matched, of_values, parse, size
 from attnlab.masks import SlidingWindow
-from attnlab.nn import AttentionConfig
+from attnlab.nn import AttentionConfig, MultiHeadAttention
 from attnlab.score_mods import ScoreFn
 from attnlab.support.errors import UserError
 from attnlab.sweeping import grid
@@ -37,6 +37,16 @@ def test_python_values_make_variants_whose_code_is_that_of_the_value():
     assert b.options == (f"--config.model.layers=b_{b.code}",) and len({a.code, b.code, c.code}) == 3
     assert of_values(values | {"b": SlidingWindow(left=5)})[1].code != b.code == of_values(values)[1].code
     assert config_of((*OPTIONS, *b.options)).model.layers[0].kind == f"b_{b.code}"
+
+
+def test_two_classes_of_one_name_and_python_values_for_the_command_are_refused(tmp_path):
+    a, b = (type("Mine", (MultiHeadAttention,), {}) for _ in range(2))
+    with pytest.raises(UserError, match="two classes of layers have one name"):
+        of_values({"a": a, "b": b})
+    file = tmp_path / "mine.py"
+    file.write_text("from attnlab.masks import Causal\nVARIANTS = {'a': {}, 'b': {'model.layers': Causal()}}")
+    with pytest.raises(UserError, match="variant 'b' is a value of Python, and the command takes fields"):
+        parse([], str(file))
 
 
 def test_names_of_folders_differ_where_names_do():

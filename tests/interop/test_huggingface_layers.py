@@ -156,7 +156,9 @@ def test_export_rejects_kinds_of_a_user_by_their_name(value, tmp_path):
     kind = register(value, type(value).__name__)
     for layers in (kind, f"attention {kind} attention"):
         model = GPT.of(layers=layers, width=8, num_heads=2)
-        with pytest.raises(UserError, match=f"model.layers = '{layers}': .*no layers of {kind}$") as error:
+        with pytest.raises(
+            UserError, match=f"model.layers = '{layers}': .*no layers of {kind}: expected attention"
+        ) as error:
             make_config(model)
         assert "\n" not in str(error.value)
         with pytest.raises(UserError, match=f"no layers of {kind}"):
