@@ -109,7 +109,7 @@ def remarks(part: Part, rows: Sequence[Mapping]) -> list[str]:
 
 
 def _runs(part: Part, final: Mapping[str, list[Point]]) -> page.Table:
-    """All runs: their results, and the fields of their configs that are no defaults."""
+    """All runs: their results, and the fields of their configs that differ from the defaults."""
     keys, declared = [], configs.declared()
     for name, points in final.items():
         for point in points:
@@ -118,7 +118,7 @@ def _runs(part: Part, final: Mapping[str, list[Point]]) -> page.Table:
             fields = {k: x for k, x in point.config.fields.items() if x != declared[k].default}
             config = " ".join(f"{k}={x}" for k, x in fields.items())
             keys.append([name, point.values["seed"], point.values["learning_rate"], result, point.name, config])
-    head = ["variant", "seed", "learning rate", part.protocol.measure, "folder", "config, where it is no default"]
+    head = ["variant", "seed", "learning rate", part.protocol.measure, "folder", "config, where it differs"]
     texts = [
         ["" if key is None else f"{key:.5g}" if isinstance(key, float) else f"{key}" for key in row] for row in keys
     ]
