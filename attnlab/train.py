@@ -21,6 +21,7 @@ if __name__ == "__main__":
 import contextlib
 import functools
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -44,15 +45,22 @@ from attnlab.training import trainer as trainers
 from attnlab.training.checkpoints import OnPhase
 from attnlab.training.loading import Run, load
 from attnlab.training.passed import NOTHING, Passed
-from attnlab.training.preemption import PreemptionHandler, exit_peer_lost
+from attnlab.training.preemption import PreemptionHandler, exit_peer_lost, is_peer_lost
 from attnlab.training.trackers import NewTracker
 from attnlab.training.workdir import read_config
 
 
 def main(argv: list[str] | None = None, **hooks) -> int:
     """Run the command and return its exit code; `hooks` are `on_step`, `on_phase` and `tracker` of `train`."""
-    code = commands.run(_define, functools.partial(_main, own_process=argv is None, **hooks), __doc__, argv)
-    if code and argv is None:
+    own_process = argv is None
+    try:
+        code = commands.run(_define, functools.partial(_main, own_process=own_process, **hooks), __doc__, argv)
+    except Exception:
+        if not own_process:
+            raise
+        traceback.print_exc()
+        code = 1
+    if code and own_process:
         processes.leave(code)
     return code
 
@@ -159,8 +167,8 @@ def _train(config, workdir, passed=NOTHING, *, eval_only, own_process=False, on_
                     run.reporter.print(fault)
                 code = trainers.Trainer([run], preemption, on_step, hooks.get("on_phase", contextlib.nullcontext)).run()
             return _trained(plan, code)
-        except (jax.errors.JaxRuntimeError, TimeoutError) as error:
-            if own_process and jax.process_count() > 1 and "RESOURCE_EXHAUSTED" not in str(error):
+        except (jax.errors.JaxRuntimeError, TimeoutError, ValueError) as error:
+            if own_process and jax.process_count() > 1 and is_peer_lost(error):
                 exit_peer_lost(commands.one_line(error))
             raise
 

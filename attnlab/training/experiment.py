@@ -121,7 +121,7 @@ class Experiment:
             return stack
 
         placed = self.parallel.place_batch(jax.tree.map(stacked, *batches), 1 + runs)
-        count = jax.device_put(np.int32(len(batches)), self.parallel.replicated)
+        count = self.parallel.replicate(np.int32(len(batches)))
         self._wait_for("train")
         compiled = self._steps_together if runs else self._steps
         with self.parallel.transfer_guard():
@@ -157,7 +157,7 @@ class Experiment:
         """
         of_runs = [_fixed(config) for config in configs]
         values = jax.tree.map(lambda *x: np.stack(x), *of_runs) if len(of_runs) > 1 else of_runs[0]
-        return jax.device_put(values, self.parallel.replicated)
+        return self.parallel.replicate(values)
 
     @functools.cached_property
     def _steps(self) -> Callable:

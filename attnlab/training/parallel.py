@@ -77,6 +77,10 @@ class Parallel(NamedTuple):
             return jax.device_put(create(*arguments), self.replicated)
         return jax.jit(create, out_shardings=self.shardings(jax.eval_shape(create, *arguments)))(*arguments)
 
+    def replicate(self, tree):
+        """Values that are equal in all processes, on every device; no process waits for another."""
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.replicated, np.asarray(x)), tree)
+
     def over_processes(self, state):
         """The state as arrays that span all processes, for saving; `pmap` returns arrays of the local devices only."""
         if self.strategy == "mesh" or jax.process_count() == 1:

@@ -14,6 +14,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PEER_LOST = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again"
 
 
+def is_peer_lost(error: Exception) -> bool:
+    """Whether another process may have caused an error of this one; JAX raises errors of Gloo as ValueErrors too."""
+    of_runtime = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError) and "RESOURCE_EXHAUSTED" not in str(error)
+    return of_runtime or "Gloo" in str(error)
+
+
 def exit_peer_lost(why: str) -> None:
     """Exit at once with `PEER_LOST`: another process of the run is lost."""
     print(f"error: another process is gone ({why}): start all of them again with the same command", file=sys.stderr)
