@@ -76,37 +76,39 @@ def _define(values, argv) -> None:
 def _main(values, argv: list[str]) -> int:
     _, name = commands.config_of(values)
     options = shared_options(argv, FLAGS)
-    file = values.variants or (None if values.variant else commands.given(argv, "config")[-1].partition(":")[0])
+    file = values.variants or commands.given(argv, "config")[-1].partition(":")[0]
     _set_defaults(values, file)
-    variants = parse(values.variant, file)
-    published = replication.published(file, list(variants)) if file else {}
-    known = dict(fields_of_file(file, "TASKS")) if file else {}
+    has_variants = bool(values.variants or not values.variant)  # else they are on the command line
+    variants = parse(values.variant, file if has_variants else None)
+    published = replication.published(file, list(variants)) if has_variants else {}
     try:
         rates = [float(rate) for rate in values.learning_rates or ()]
     except ValueError as error:
         raise UserError(f"--learning_rates={','.join(values.learning_rates)}: expected numbers") from error
     arguments = {name: values[name].value for name in ("seeds", "tuning_seeds", "match", "match_length")}
-    arguments |= {"learning_rates": rates, "tasks": values.tasks, "known_tasks": known, "published": published}
+    arguments |= {"learning_rates": rates, "tasks": values.tasks, "published": published}
+    arguments["known_tasks"] = fields_of_file(file, "TASKS")
     folder, together = Path(values.workdir or f"runs/{name}-comparison"), training_runs.checked(values.together)
     parts = comparison.parts(options, variants, folder, **arguments)
     used = [layer for part in parts for variant in part.variants for layer in part.config_of(variant).model.used]
     custom.check_used(values["import"].value, used)
-    if values.check == "on":
-        comparison.check_layers(parts)
+    check = values.check == "on"
     if values.dry_run:
+        if check:
+            comparison.check_layers(parts)
         return _print_runs(parts)
     try:
         command = shlex.join(["attnlab", "compare", *argv[1:]])
-        found = comparison.run(parts, folder, together=together, jobs=values.jobs, command=command)
+        found = comparison.run(parts, folder, check=check, together=together, jobs=values.jobs, command=command)
     except KeyboardInterrupt as stopped:
         return 128 + stopped.args[0] if stopped.args else 130
     print(f"the page of all is {found.page}")
     return int(bool(found.failed))
 
 
-def _set_defaults(values, file: str | None) -> None:
+def _set_defaults(values, file: str) -> None:
     """Set the flags that the dictionary COMPARE of a file names, and the command line does not."""
-    for name, value in (fields_of_file(file, "COMPARE") if file else {}).items():
+    for name, value in fields_of_file(file, "COMPARE").items():
         if name not in DEFAULT_OF_FILE:
             raise UserError(f"{file}: COMPARE has {name!r}: expected some of {', '.join(DEFAULT_OF_FILE)}")
         try:

@@ -281,7 +281,7 @@ def test_experiment_is_found_by_name_from_any_folder(capsys, tmp_path, monkeypat
 
 def test_train_with_a_repeated_flag_is_one_line(capsys):
     for flag in ("--config=quickstart", "--workdir=another"):
-        line = mistake(capsys, train, "--config=quickstart", "--workdir=run", flag)
+        line = mistake(capsys, train, "--config=quickstart", "--config.steps=3", "--workdir=run", flag)
         assert f"{flag.partition('=')[0]} is given 2 times" in line
 
 

@@ -21,12 +21,13 @@ import pytest
 
 import attnlab
 from attnlab import compare, comparing
-from attnlab.comparing import certificate, measuring, protocol
+from attnlab.comparing import certificate, measuring, protocol, replication
 from attnlab.data.batches import Batch
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
 from attnlab.support import workers
 from attnlab.support.errors import UserError
+from attnlab.sweeping import grid
 from attnlab.training import text as texts
 from attnlab.training.state import token_losses
 from attnlab.training.workdir import Workdir
@@ -112,6 +113,9 @@ def test_dry_run_lists_the_runs_and_starts_none(tmp_path, capsys):
     assert compared(tmp_path / "new", *VARIANTS, *options) == 0
     out = capsys.readouterr().out
     assert out.count("choosing: variant=") == 6 and "12 runs, about" in out and "seeds 1, 2" in out
+    words = ["--config=compare_tasks", *VARIANTS, "--dry_run", f"--workdir={tmp_path / 'new'}"]
+    assert compare.main(["compare", *words]) == 0
+    assert all(f"--- {task}: " in (out := capsys.readouterr().out + out) for task in ("recall", "parity"))  # of COMPARE
     assert not (tmp_path / "new").exists()
 
 
@@ -178,6 +182,18 @@ def test_published_results_are_set_beside_ours_with_an_outcome(finished):
     for text in (out, (parity / "replication.md").read_text(), (folder / "comparison.html").read_text()):
         assert "Grazzi et al. 2025" in text and ours[1]["outcome"] in text
         assert re.search(r"Otherwise here: model.attention.window None, not 4; steps \d+, not 20000; An answer", text)
+
+
+def test_published_result_at_a_length_is_compared_with_chance_for_a_diverged_run(finished, tmp_path):
+    folder, options = shutil.copytree(part_of(finished[0], "task"), tmp_path / "task"), ["--config=quickstart"]
+    workdirs = sorted(folder.glob("variant=window,*"))
+    points = [grid.Point(each.name, {}, options, attnlab.load(each).config) for each in workdirs]
+    with (workdirs[0] / "metrics.jsonl").open("a") as file:
+        file.write('{"split": "diverged", "step": 12}\n')
+    measured = {"window": {"accuracies_by_length": {"32": [0.7]}, "answers_by_length": {"32": 64}}}
+    arguments = protocol.Protocol((), (), (), (), "accuracy"), folder, {"window": points}, measured
+    results, step = replication.results(replication.Published("", {}, 0.01, "", length=2), *arguments)
+    assert results == {"window": [0.5, 0.7]} and step == 1 / 64
 
 
 @pytest.mark.parametrize(

@@ -172,23 +172,25 @@ def compare(
     arguments = {"seeds": seeds, "tuning_seeds": tuning_seeds, "learning_rates": learning_rates, "tasks": tasks}
     arguments |= {"match": match or "none", "match_length": match_length}
     found = parts(_options(config), variants, Path(workdir), **arguments)
-    if check:
-        check_layers(found)
     if custom.files() and (fault := compilation.miscompilation()):  # which the runs' logs would have alone
         print(fault)
-    return run(
-        found, Path(workdir), together=training_runs.checked(str(together)), jobs=0, command="attnlab.comparing.compare"
-    )
+    options = {"jobs": 0, "together": training_runs.checked(str(together)), "command": "attnlab.comparing.compare"}
+    return run(found, Path(workdir), check=check, **options)
 
 
-def run(parts: Sequence[Part], folder: Path, *, together: str, jobs: int, command: str) -> Comparison:
-    """Train, measure and report the parts of a comparison, in so many processes at a time, or in this one for 0."""
+def run(parts: Sequence[Part], folder: Path, *, check: bool, together: str, jobs: int, command: str) -> Comparison:
+    """Train, measure and report the parts of a comparison, in so many processes at a time, or in this one for 0.
+
+    With `check` the custom layers are checked before.
+    """
     first = parts[0]
     content = {"variants": {variant.name: variant.options for variant in first.variants}}
     content |= {"options": first.protocol.options, "tasks": [part.name for part in parts if part.name]}
     total = sum(len(_tuning(part)) + len(part.variants) * len(part.protocol.seeds) for part in parts)
     try:
         with training_runs.claimed(folder, MARKER, content) as lock:
+            if check:
+                check_layers(parts)
             runner = training_runs.Runner(total, jobs, together, lock)
             found = {part.name: _compare(part, runner) for part in parts}
             names = [variant.name for variant in first.variants]

@@ -8,7 +8,7 @@ import numpy as np
 
 from attnlab import config as configs
 from attnlab.comparing import page, table
-from attnlab.comparing.protocol import Protocol, resolution, result
+from attnlab.comparing.protocol import Protocol, diverged, resolution, result
 from attnlab.comparing.variants import fields_of_file
 from attnlab.config import RunConfig
 from attnlab.study.report import mean_and_margin
@@ -132,14 +132,17 @@ def results(found: Published, protocol: Protocol, folder: Path, final: Mapping, 
     """(Results by variant and seed, the step between two), at the published length; NaN where a run failed."""
     by_variant, step = {}, 0.0
     for name, points in final.items():
+        workdirs = [folder / point.name for point in points]
+        by_variant[name] = [result(workdir, protocol.measure) for workdir in workdirs]
         if found.length == 1:
-            by_variant[name] = [result(folder / point.name, protocol.measure) for point in points]
             step = step or resolution(points[0].config, protocol.measure)
-        else:
+        elif name in measured:  # at the published length, of the runs that finished
             length = str(found.length * points[0].config.model.context)
-            values = measured.get(name, {}).get("accuracies_by_length", {}).get(length, [])
-            by_variant[name] = values if len(values) == len(points) else [np.nan] * len(points)
-            step = 1 / measured[name]["answers_by_length"][length] if values else step
+            accuracies = iter(measured[name]["accuracies_by_length"][length])
+            for at, workdir in enumerate(workdirs):
+                if not (diverged(workdir) or np.isnan(by_variant[name][at])):
+                    by_variant[name][at] = next(accuracies)
+            step = 1 / measured[name]["answers_by_length"][length]
     return by_variant, step
 
 

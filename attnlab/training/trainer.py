@@ -404,10 +404,8 @@ class Trainer:
         self._peak_flops = config.log.peak_tflops * 1e12
         if not self._peak_flops and self._runs[0].log:
             self._peak_flops = flops_lib.peak(config.precision)
-            self.reporter.print(
-                f"{self._flops:.3g} FLOPs per token, {self._peak_flops:.3g} FLOP/s per device: "
-                f"at most {self._peak_flops * self._devices / self._flops:,.0f} tokens/s"
-            )
+            most = f": at most {self._peak_flops * self._devices / self._flops:,.0f} tokens/s" if self._flops else ""
+            self.reporter.print(f"{self._flops:.3g} FLOPs per token, {self._peak_flops:.3g} FLOP/s per device{most}")
 
     def _unstacked(self, params):
         """The parameters with their layers one by one; unchanged for a user's model, whatever their names."""
