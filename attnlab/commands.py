@@ -144,7 +144,7 @@ def define_import(values: flags.FlagValues, argv: list[str]) -> None:
 
 def parse(values: flags.FlagValues, argv: list[str]) -> None:
     """Parse a command line, including `--config` and its overrides; UserError for its first error."""
-    if (count := len(given(argv, "config"))) > 1:  # of which absl defines the fields twice
+    if (count := len(_occurrences(argv, "config"))) > 1:  # of which absl defines the fields twice
         raise UserError(f"--config is given {count} times: give it once")
     argv = _with_config_paths(argv) if "config" in values else argv
     sys.modules.pop("config_config", None)  # else a second config in one process inherits the names of the first

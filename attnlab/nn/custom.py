@@ -3,15 +3,17 @@
 `--import=FILE` runs a file, and its layers, score mods and masks become kinds by their names. The names in a saved
 `config.json` run nothing, nor does the copy of the file that a run keeps: `check_imported` finds them among the
 imported kinds, whose code must be the same: the definition of the layer, and the definitions in its file that it
-reaches by name, without comments and docstrings.
+reaches by name, without comments and docstrings; of a notebook, also definitions in other cells.
 """
 
 import ast
+import contextlib
 import dataclasses
 import hashlib
 import importlib.util
 import inspect
 import linecache
+import symtable
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -190,21 +192,25 @@ def check_imported(code: Mapping[str, Mapping[str, str]], where) -> None:
 
 
 def reached(text: str, name: str) -> str:
-    """The definitions of a Python file that a name of it reaches, in their order, without comments and docstrings.
+    """The definition of a name in a Python file, and of all that it reaches, without comments and docstrings.
 
-    >>> print(reached("base = 2\\nother = 3\\ndef f(x):\\n    'Doubles.'\\n    return base * x  # twice", "f"))
+    Statements below it that only use it, and what is for a script alone, are no part of it.
+
+    >>> print(reached("base = 2\\ndef f(x):\\n    'Doubles.'\\n    return base * x  # twice\\nprint(f(base))", "f"))
     base = 2
     def f(x):
         return base * x
     """
-    body = [part for node in ast.parse(text).body if not _is_text(node) for part in _parts(node)]
-    defined = {each: node for node in body for each in _defined(node)}
-    wanted, nodes = [name], {id(node): node for node in body if not _defined(node)}
+    body = [part for node in ast.parse(text).body for part in _parts(node)]
+    defined = {each: [node for node in body if each in _defined(node)] for node in body for each in _defined(node)}
+    end = body.index(defined[name][0]) if name in defined else len(body)
+    nodes = {id(node): node for node in body[:end] if not _defined(node)}
+    wanted = [name] if name in defined else list(defined)  # of a class within a function, all
     while wanted:
-        node = defined.get(wanted.pop())
-        if node is not None and id(node) not in nodes:
-            nodes[id(node)] = node
-            wanted += [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
+        for node in defined.get(wanted.pop(), ()):
+            if id(node) not in nodes:
+                nodes[id(node)] = node
+                wanted += [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
     for node in (each for top in nodes.values() for each in ast.walk(top) if hasattr(each, "body")):
         if isinstance(node.body, list) and _is_text(node.body[0]):
             node.body = node.body[1:] or [ast.Pass()]
@@ -212,7 +218,9 @@ def reached(text: str, name: str) -> str:
 
 
 def _parts(node) -> list:
-    """A statement; of an import, a statement for each name."""
+    """A statement, for its code: of an import, one for each name; none for a text, and what is for a script alone."""
+    if _is_text(node) or (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
+        return []
     if not isinstance(node, ast.Import | ast.ImportFrom):
         return [node]
     return [type(node)(**dict(ast.iter_fields(node)) | {"names": [alias]}) for alias in node.names]
@@ -222,15 +230,15 @@ def _is_text(node) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _defined(node) -> list[str]:
-    """The names that a statement defines."""
+def _defined(node) -> set[str]:
+    """The names that a statement defines, or whose values it changes."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
+        return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        return [each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
-    return []
+        return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    inner = (_defined(each) for each in ast.iter_child_nodes(node))
+    changed = isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
+    return set().union(*inner, {each.id for each in ast.walk(node) if changed and isinstance(each, ast.Name)})
 
 
 def _add(value, name: str, source: Source | None) -> str:
@@ -295,17 +303,56 @@ def _run(path: Path):
 def _source_of(value) -> Source:
     """The source of a class or a function: its cell's, in a notebook or an interpreter, or its file's."""
     name = value.__name__
-    functions = filter(inspect.isfunction, vars(value).values() if isinstance(value, type) else [value])
-    for file in (inspect.unwrap(function).__code__.co_filename for function in functions):
-        text = "" if Path(file).exists() else "".join(linecache.getlines(file))
+    for function in _functions(value):
+        text = _cell(function.__code__.co_filename)
         if any(name in _defined(node) for node in ast.parse(text).body):
-            return Source.of(Path(f"{name}.py"), text, name)
+            code = reached(_with_other_cells(text, function.__globals__), name)  # not what the cell does with it
+            return Source.of(Path(f"{name}.py"), code + "\n", name)
     try:
         path = Path(inspect.getsourcefile(value)).absolute()
     except (TypeError, OSError) as error:
         remedy = "write it into a file, so that a run can find it"
         raise UserError(f"{value!r} is of no file, and no method of it of a notebook's cell: {remedy}") from error
     return Source.of(path, _text(path), name)
+
+
+def _cell(file: str) -> str:
+    """The text of the cell of a notebook that code has as its file; "" for a file."""
+    return "" if Path(file).exists() else "".join(linecache.getlines(file))
+
+
+def _with_other_cells(text: str, names: Mapping[str, Any]) -> str:
+    """A cell's text behind the statements of other cells that give the names that it uses their values."""
+    found = {each for node in ast.parse(text).body for each in _defined(node)}
+    while more := sorted(_globals(symtable.symtable(text, "cell", "exec")) & {*names} - found):
+        text = "\n".join([*(_definition(name, names[name]) for name in more), text])
+        found |= {*more}
+    return text
+
+
+def _globals(table: symtable.SymbolTable) -> set[str]:
+    """The global names that a text refers to."""
+    own = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
+    return own.union(*map(_globals, table.get_children()))
+
+
+def _definition(name: str, value) -> str:
+    """The statement that gives a name its value: of a function's or class' cell, or the last cell; "" for none."""
+    with contextlib.suppress(ValueError, SyntaxError, MemoryError):
+        return f"{name} = {ast.literal_eval(repr(value))!r}"
+    own = [function.__code__.co_filename for function in _functions(value)]
+    for text in map(_cell, [*own, *reversed(linecache.cache)]):
+        with contextlib.suppress(SyntaxError):
+            for node in (part for each in reversed(ast.parse(text).body) for part in _parts(each)):
+                if name in _defined(node):
+                    return ast.unparse(node)
+    return ""
+
+
+def _functions(value) -> list:
+    """The function that a value is or wraps, or its methods."""
+    values = vars(value).values() if isinstance(value, type) else [value]
+    return [inspect.unwrap(each) for each in values if callable(each) and inspect.isfunction(inspect.unwrap(each))]
 
 
 def _text(path: Path) -> str:

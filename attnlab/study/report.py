@@ -68,7 +68,7 @@ class Verdict(NamedTuple):
 class Interval(NamedTuple):
     """A mean over seeds, with its 95 % confidence interval (Student's t).
 
-    Of many intervals made like this, from other seeds, 95 % contain the mean over all seeds.
+    Of many such intervals, from other seeds, 95 % contain the mean over all seeds.
 
     Attributes:
       mean: the mean.

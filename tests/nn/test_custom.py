@@ -99,12 +99,33 @@ def test_plain_module_is_a_layer_that_decodes_by_passes_over_its_newest_inputs(f
         layer.apply(params, x, segments=np.zeros((2, 5), int))
 
 
-def test_code_of_a_cell_of_a_notebook_is_its_text():
-    cell = "from attnlab.nn import GRU\nclass Own(GRU):\n  def mix(self, *args):\n    return super().mix(*args)"
-    linecache.cache["<cell>"] = len(cell), None, cell.splitlines(True), "<cell>"
-    exec(compile(cell, "<cell>", "exec"), names := {"__name__": "cell"})
-    (source,) = custom.sources(GPT.of(layers=register(names["Own"])).config.layers).values()
-    assert source == custom.Source.of(source.path, cell, "Own") and source.path.name == "Own.py"
+def run_cell(names, text):
+    """Run a cell of a notebook; the digits of the code of its layer."""
+    file = f"<cell {len(linecache.cache)}>"
+    linecache.cache[file] = len(text), None, text.splitlines(True), file
+    exec(compile(text, file, "exec"), names)
+    return custom.version(GPT.of(layers=register(names["Own"])).config.layers) if "Own" in names else ""
+
+
+def test_code_of_a_notebook_is_all_that_a_class_reaches_in_its_cells(tmp_path):
+    names, x = {"__name__": "notebook"}, np.ones((1, 3, 4))
+    cells = [
+        "import jax, jax.numpy as jnp\nfrom flax.linen import Module\nscale = 2.0",
+        "def half(x): return x / scale",
+    ]
+    own = "class Own(Module):\n  def __call__(self, x):\n    unused = fast(x)\n    return jnp.tanh(unused)"
+    for cell in (*cells, "fast = jax.jit(half)\nassert fast(4) == 2"):
+        run_cell(names, cell)
+    first = run_cell(names, f"{own}\nprint(Own)")
+    assert run_cell(names, own) == run_cell(names, "unused = 3") == first  # a local name, and what is done with it
+    changes = ["scale = 4.0", cells[1] + " + 1", "fast = jax.jit(lambda x: half(x) + 1)"]
+    versions = [run_cell(names, change) and run_cell(names, own) for change in changes]
+    assert len({first, *versions}) == 4 and run_cell(names, cells[0]) != versions[-1]
+    (source,) = custom.sources(GPT.of(layers="Own").config.layers).values()
+    (file := tmp_path / source.path).write_text(source.text)
+    out, kinds = names["Own"]().apply({}, x), custom.import_file(file)
+    assert kinds == ["Own"] and custom.sources(GPT.of(layers="Own").config.layers)["Own"].sha256 == source.sha256
+    np.testing.assert_array_equal(GPT.of(layers="Own").config.layers[0].module.plain().apply({}, x), out)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +183,7 @@ def test_saved_kind_needs_an_imported_file_of_its_code(file, tmp_path):
     with pytest.raises(UserError, match=f"^runs/x uses custom code, 'near': pass --import={file}, or the run's copy"):
         custom.check_imported(saved, "runs/x")
     copy = tmp_path / "copy.py"
-    copy.write_text(SOURCE.replace("0.6", "0.7") + "# of a comment, and another layer")
+    copy.write_text(SOURCE.replace("0.6", "0.7") + "print(near)  # and another layer\nif __name__ == 'x': near = 3")
     custom.import_file(copy)
     custom.check_imported(saved, "runs/x")
     assert custom.version(layers["near"]) == version
