@@ -24,10 +24,7 @@ SAME = {"seed": 0, "optimizer.learning_rate": 1.0, "optimizer.muon_learning_rate
 def define(values) -> None:
     """Define the flags of how runs are trained."""
     flags.DEFINE_integer("jobs", 1, "processes at a time; times are comparable with 1 alone", 1, flag_values=values)
-    meaning = (
-        "runs that differ in seed and learning rate alone are trained so many together, as one program; auto: as many "
-        "as the device holds where that is faster, which is measured, and on CPUs 1"
-    )
+    meaning = "train so many runs that differ in seed and learning rate alone as one program; auto: all, on CPUs 1"
     flags.DEFINE_string("together", together.AUTO, meaning, flag_values=values)
 
 
