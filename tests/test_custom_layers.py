@@ -41,7 +41,7 @@ def test_config_remembers_the_file_and_the_recommended_command_works(trained):
     assert sample.main(["sample", *command, "--max_tokens=3", "--temperature=0"]) == 0
     saved = json.loads((folder / "config.json").read_text())
     assert saved["format"] == 1 and saved["model"]["Average"]["decay"] == 0.5
-    assert saved["code"]["Average"]["file"] == str(file) and (folder / "source/mine.py").read_text() == SOURCE
+    assert saved["code"]["Average"]["file"] == str(file) and "class Average" in (folder / "source/mine.py").read_text()
 
 
 @pytest.mark.parametrize("main", [sample.main, see, train.main], ids=["sample", "see", "train"])

@@ -24,7 +24,7 @@ from attnlab.comparing.report import Part
 from attnlab.comparing.variants import config_of
 from attnlab.config import RunConfig
 from attnlab.data.tasks import named
-from attnlab.nn import custom
+from attnlab.nn import custom, digests
 from attnlab.support import tables, workers
 from attnlab.support.errors import UserError
 from attnlab.support.files import read_json
@@ -169,6 +169,8 @@ def compare(
     >>> [(row["variant"], row["seeds"]) for row in found.rows], isinstance(found.verdict("near"), str)
     ([('softmax', 2), ('near', 2)], True)
     """
+    if not isinstance(check, bool):
+        raise UserError(f"check = {check!r}: expected True or False")
     arguments = {"seeds": seeds, "tuning_seeds": tuning_seeds, "learning_rates": learning_rates, "tasks": tasks}
     arguments |= {"match": match or "none", "match_length": match_length}
     found = parts(_options(config), variants, Path(workdir), **arguments)
@@ -274,7 +276,7 @@ def _tasks(tasks, known: Mapping, options: Sequence[str]) -> dict[str, tuple[str
         fields = {"data.name": name} if name.startswith(named.PREFIX) else known.get(name)
         if fields is None:
             raise UserError(f"--tasks={name}{nearest(name, known)}: expected some of {', '.join(known)}")
-        found[name] = tuple(one for one in variants_.options_of(name, fields)[0] if not _sets(options, one))
+        found[name] = tuple(one for one in variants_.options_of(name, fields) if not _sets(options, one))
     return found or {"": ()}
 
 
@@ -292,15 +294,27 @@ def vocab_size(part: Part) -> int:
 
 def check_layers(parts: Sequence[Part]) -> None:
     """Raise UserError for the first failed check of a custom layer."""
-    checked = set()
+    found = {}
     for config in (part.config_of(each) for part in parts for each in part.variants):
         model = config.changed({"precision": "float32", "model.dropout": 0.0}).model
-        for layer in model.used:
-            if custom.is_custom(layer.kind) and layer.kind not in checked:
-                checked.add(layer.kind)
-                if faults := check_layer(layer.make(model), model.width):
-                    raise UserError(f"{layer.kind}: {faults[0]}: fix it, or skip this check with --check=off")
-                print(f"{layer.kind}: causal, the same in pieces, padded and stacked, and packed if it may be")
+        found |= {layer.kind: (layer, model) for layer in model.used if custom.is_custom(layer.kind)}
+    for kind, (layer, model) in found.items():
+        try:
+            faults = check_layer(layer.make(model), model.width)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"{kind}: {type(error).__name__}: {commands.one_line(error)}{_line_of(error)}") from error
+        if faults:
+            raise UserError(f"{kind}: {faults[0]}: fix it, or skip this check with --check=off, in Python check=False")
+        print(f"{kind}: causal, the same in pieces, padded and stacked, and packed if it may be")
+
+
+def _line_of(error: Exception) -> str:
+    """The last line of a user's layer that an error passed, as " (FILE, line N)"; "" for none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f" ({frame.filename}, line {frame.lineno})" for frame in frames if digests.is_users(frame.filename)]
+    return lines[-1] if lines else ""
 
 
 def _tuning(part: Part) -> list:

@@ -52,14 +52,9 @@ class Protocol(NamedTuple):
             options.append(f"--config.optimizer.muon_learning_rate={rate_of_matrices!r}")
             config = config_of(options, variant.name)
         values = {"variant": variant.name, "learning_rate": rate, "seed": seed}
-        code = version(config, variant)
+        code = custom.version(config.model.used)
         name = grid.name_of(values | ({"code": code} if code else {}))  # beside the runs of a file before it was edited
         return Point(name, {"seed": seed, "learning_rate": rate}, options, config)
-
-
-def version(config: RunConfig, variant: Variant) -> str:
-    """Hex digits of the code of a variant's own layers, masks and score mods; "" where all are attnlab's."""
-    return custom.version(config.model.used) + variant.code
 
 
 def has_ended(point: Point, folder: Path) -> bool:

@@ -13,6 +13,7 @@ from attnlab.comparing import protocol as protocols
 from attnlab.comparing import statistics
 from attnlab.comparing.protocol import Protocol
 from attnlab.comparing.variants import Variant
+from attnlab.nn import custom
 from attnlab.study.report import mean_and_margin
 from attnlab.support import paths
 from attnlab.support.errors import UserError
@@ -90,7 +91,7 @@ def rows(
             "seeds": int((~np.isnan(results["loss"][n])).sum()),
             "pairs": int((~np.isnan(results["loss"][n] - results["loss"][0])).sum()),
             **_difference(compared[n], protocol.measure, sign),
-            "version": protocols.version(points[n][0].config, variant) or None,
+            "version": custom.version(points[n][0].config.model.used) or None,
             "diverged": sum(map(protocols.diverged, workdirs[n])),
             "failed": int(np.isnan(results["loss"][n]).sum()),
             "learning_rate": rates[variant.name][0],

@@ -1,8 +1,5 @@
 """The variants of a comparison: names, the options of `attnlab train` that make them, and widths that match in size."""
 
-import contextlib
-import hashlib
-import inspect
 import re
 import runpy
 import shlex
@@ -16,12 +13,13 @@ from attnlab import commands
 from attnlab import config as configs
 from attnlab.config import RunConfig
 from attnlab.nn import GPT, custom
+from attnlab.nn.config import KINDS
+from attnlab.nn.digests import digest
 from attnlab.nn.layer import LayerConfig
 from attnlab.support.errors import UserError
 from attnlab.support.options import option_values, options
 from attnlab.sweeping import grid
 from attnlab.training import flops, precision
-from attnlab.training.passed import described
 
 CLOSE = 0.05  # beyond which two sizes are not comparable
 WIDEST = 2**20  # features of a width that is tried
@@ -33,7 +31,6 @@ class Variant(NamedTuple):
 
     name: str
     options: tuple[str, ...] = ()  # of `attnlab train`: --config.FIELD=VALUE
-    code: str = ""  # six hex digits of a mask or score mod that a Python value is
     comparable: bool = True  # False if sizes are matched, and its size differs by more than 5 % from the first's
 
 
@@ -41,11 +38,12 @@ def of_values(variants: Mapping[str, Any]) -> list[Variant]:
     """Variants of names, and what makes each: see `attnlab.comparing.compare`."""
     layers = [what.get("model.layers") if isinstance(what, Mapping) else what for what in variants.values()]
     classes = {layer for layer in layers if isinstance(layer, type)}
-    if len({layer.__name__ for layer in classes}) < len(classes):
-        raise UserError("two classes of layers have one name: rename one")
+    names = [layer.__name__ for layer in classes]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"two classes of layers are named {twice[0]}: rename one")
     if wrong := [name for name in variants if not isinstance(name, str) or not name.strip() or "\n" in name]:
         raise UserError(f"variant {wrong[0]!r}: expected a name of one line")
-    found = [Variant(name, *options_of(name, what)) for name, what in variants.items()]
+    found = [Variant(name, options_of(name, what)) for name, what in variants.items()]
     if len(found) < 2:
         raise UserError('one variant: name another to compare it with, e.g. --variant "alibi: model.positions=alibi"')
     return found
@@ -81,8 +79,8 @@ def _parsed(text: str) -> tuple[str, str]:
     return name.strip(), fields
 
 
-def options_of(name: str, what) -> tuple[tuple[str, ...], str]:
-    """The options of `attnlab train` that make a variant, and its `code`; errors begin with its name."""
+def options_of(name: str, what) -> tuple[str, ...]:
+    """The options of `attnlab train` that make a variant; errors begin with its name."""
     fields = what
     if isinstance(what, str):
         try:
@@ -92,39 +90,34 @@ def options_of(name: str, what) -> tuple[tuple[str, ...], str]:
             raise UserError(f"variant {name!r}: {what.strip()}: {why}") from error
     elif not isinstance(what, Mapping):
         fields = {"model.layers": what}
-    found, code = [], ""
+    found = []
     for field, value in fields.items():
         if why := configs.unknown(field):
             raise UserError(f"variant {name!r}: {why}")
         if field in ("seed", "optimizer.learning_rate", "eval.part"):
             raise UserError(f"variant {name!r}: config.{field} is chosen by the comparison: leave it to it")
         if field == "model.layers" and not isinstance(value, str):
-            more, code = _layers(name, value)
-            found += more
+            found += _layers(name, value)
         else:
             found.append(f"--config.{field}={value}")
-    return tuple(found), code
+    return tuple(found)
 
 
-def _layers(name: str, value) -> tuple[list[str], str]:
-    """The options and the code of a config of layers, a class, a mask, a score mod, or a function of scores."""
+def _layers(name: str, value) -> list[str]:
+    """The options of a config of layers, a class, a mask, a score mod, or a function of scores."""
     if isinstance(value, LayerConfig):
+        if KINDS.get(value.kind) is not type(value):
+            custom.register(type(value))
         declared, values = options(type(value)), option_values(value)
         own = {field: x for field, x in values.items() if x != declared[field].default}
         kind = value.kind
         return [
             f"--config.model.layers={kind}",
             *(f"--config.model.{kind}.{field}={x}" for field, x in own.items()),
-        ], ""
-    if isinstance(value, type):
-        return [f"--config.model.layers={custom.register(value)}"], ""
-    text = described(value)
-    if not type(value).__module__.startswith("attnlab."):
-        with contextlib.suppress(OSError, TypeError):  # a class of no file
-            text += inspect.getsource(type(value))
-    code = hashlib.sha256(text.encode()).hexdigest()[:6]
-    kind = custom.register(value, re.sub(r"\W", "_", f"_{name}" if name[:1].isdigit() else name) + f"_{code}")
-    return [f"--config.model.layers={kind}"], code
+        ]
+    word = re.sub(r"\W", "_", f"_{name}" if name[:1].isdigit() else name)
+    kind = None if isinstance(value, type) else f"{word}_{digest(value)[:6]}"
+    return [f"--config.model.layers={custom.register(value, kind)}"]
 
 
 def fields_of_file(file: str, name: str) -> Mapping:

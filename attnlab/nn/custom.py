@@ -2,8 +2,7 @@
 
 `--import=FILE` runs a file, and its layers, score mods and masks become kinds by their names. The names in a saved
 `config.json` run nothing, nor does the copy of the file that a run keeps: `check_imported` finds them among the
-imported kinds, whose code must be the same: the definition of the layer, and the definitions in its file that it
-reaches by name, without comments and docstrings; of a notebook, also definitions in other cells.
+imported kinds, whose code must be the same, by `digests.digest`.
 """
 
 import ast
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from attnlab.nn.config import KINDS, ModelConfig
+from attnlab.nn.digests import cell, digest, functions
 from attnlab.nn.layer import Context, Layer, LayerConfig, LayerOut
 from attnlab.nn.mixers.interface import RecurrentConfig, RecurrentMixer
 from attnlab.nn.multihead import AttentionConfig, MultiHeadAttention, as_tuple
@@ -36,20 +36,15 @@ from attnlab.types import Array
 
 
 class Source(NamedTuple):
-    """The file of a kind, or a name for its cell; its text, and the sha256 of the code that the kind reaches in it."""
+    """The file of a kind, or a name for its cell; the text that is copied; and the sha256 of all that it reaches."""
 
     path: Path
     text: str
     sha256: str
 
-    @classmethod
-    def of(cls, path: Path, text: str, name: str) -> "Source":
-        """The source of a name in a text."""
-        return cls(path, text, hashlib.sha256(reached(text, name).encode()).hexdigest())
-
 
 _BUILT_IN = frozenset(KINDS.values())
-_SOURCES: dict[str, Source] = {}  # by kind
+_SOURCES: dict[str, tuple[Any, str, Path, str]] = {}  # by kind: a value, and its name in the text of a path
 
 
 class Inputs(NamedTuple):
@@ -120,7 +115,7 @@ def register(value: type[nn.Module] | type[LayerConfig] | ScoreMod | Mask | Call
         raise UserError(f"{type(value).__name__}(…) needs a name: register(value, name)")
     kind = name or (value.kind if _is_class(value, LayerConfig) else value.__name__)
     is_named = _is_code(value) and value.__name__ != "<lambda>"
-    return _add(value, kind, _source_of(value) if is_named else None)
+    return _add(value, kind, *(_source_of(value) if is_named else ("", Path(), "")))
 
 
 def import_file(file: str | Path) -> list[str]:
@@ -135,7 +130,7 @@ def import_file(file: str | Path) -> list[str]:
     configs = [value for value in parts.values() if _is_class(value, LayerConfig)]
     described = {config.module for config in configs}
     return [
-        _add(value, value.kind if value in configs else name, Source.of(path, text, name))
+        _add(value, value.kind if value in configs else name, name, path, text)
         for name, value in parts.items()
         if value not in described
     ]
@@ -148,7 +143,7 @@ def is_custom(kind: str) -> bool:
 
 def check_used(files: Sequence[str], layers: Sequence[LayerConfig]) -> None:
     """Raise UserError for an imported file of which no layer is."""
-    used = {str(_SOURCES[layer.kind].path) for layer in layers if layer.kind in _SOURCES}
+    used = {str(_SOURCES[layer.kind][2]) for layer in layers if layer.kind in _SOURCES}
     for file in files:
         if str(Path(file).expanduser().absolute()) not in used:
             kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
@@ -157,12 +152,17 @@ def check_used(files: Sequence[str], layers: Sequence[LayerConfig]) -> None:
 
 def files() -> list[Path]:
     """The files of all custom kinds."""
-    return list(dict.fromkeys(source.path for source in _SOURCES.values()))
+    return list(dict.fromkeys(path for _, _, path, text in _SOURCES.values() if text))
 
 
 def sources(layers: Sequence[LayerConfig]) -> dict[str, Source]:
-    """The sources of the custom kinds among layers."""
-    return {layer.kind: _SOURCES[layer.kind] for layer in layers if layer.kind in _SOURCES}
+    """The sources of the custom kinds among layers, with what these reach in their files, and digests of it."""
+    found = {layer.kind: _SOURCES[layer.kind] for layer in layers if layer.kind in _SOURCES}
+    names = {path: [name for _, name, of, _ in found.values() if of == path] for _, _, path, _ in found.values()}
+    return {
+        kind: Source(path, text and reached(text, names[path]), digest(value))
+        for kind, (value, _, path, text) in found.items()
+    }
 
 
 def version(layers: Sequence[LayerConfig]) -> str:
@@ -180,77 +180,72 @@ def check_imported(code: Mapping[str, Mapping[str, str]], where) -> None:
     """
     for kind, saved in code.items():
         known = _SOURCES.get(kind)
+        if known is None and not saved["file"]:
+            raise UserError(f"{where} uses a value of Python, {kind!r}: attnlab.nn.register it again with this name")
         if known is None:
             raise UserError(
                 f"{where} uses custom code, {kind!r}: pass --import={saved['file']}, or the run's copy, to run it"
             )
-        if known.sha256 != saved["sha256"]:
+        if digest(known[0]) != saved["sha256"]:
             raise UserError(
-                f"the code of {kind!r} in {known.path} has changed since {where} began: restore it, pass the run's "
+                f"the code of {kind!r} in {known[2]} has changed since {where} began: restore it, pass the run's "
                 f"copy by --import, or choose a new --workdir"
             )
 
 
-def reached(text: str, name: str) -> str:
-    """The definition of a name in a Python file, and of all that it reaches, without comments and docstrings.
+def reached(text: str, names: Sequence[str]) -> str:
+    """The definitions of some names in a Python file, and of all that they reach, in their order.
 
-    Statements below it that only use it, and what is for a script alone, are no part of it.
+    Statements below the first of them that only use it, and what is for a script alone, are no part of it.
 
-    >>> print(reached("base = 2\\ndef f(x):\\n    'Doubles.'\\n    return base * x  # twice\\nprint(f(base))", "f"))
-    base = 2
+    >>> print(reached("base, other = 2, 3\\nthird = 1\\ndef f(x):\\n    return base * x\\nprint(f(base))", ["f"]))
+    base, other = 2, 3
     def f(x):
         return base * x
     """
-    body = [part for node in ast.parse(text).body for part in _parts(node)]
+    body = [node for node in ast.parse(text).body if not _is_of_script(node)]
     defined = {each: [node for node in body if each in _defined(node)] for node in body for each in _defined(node)}
-    end = body.index(defined[name][0]) if name in defined else len(body)
-    nodes = {id(node): node for node in body[:end] if not _defined(node)}
-    wanted = [name] if name in defined else list(defined)  # of a class within a function, all
+    wanted = [name for name in names if name in defined] or list(defined)  # of a class within a function, all
+    end = min((body.index(defined[name][0]) for name in wanted), default=len(body))
+    found = {node.lineno: node for node in body[:end] if not _defined(node)}
     while wanted:
         for node in defined.get(wanted.pop(), ()):
-            if id(node) not in nodes:
-                nodes[id(node)] = node
+            if node.lineno not in found:
+                found[node.lineno] = node
                 wanted += [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
-    for node in (each for top in nodes.values() for each in ast.walk(top) if hasattr(each, "body")):
-        if isinstance(node.body, list) and _is_text(node.body[0]):
-            node.body = node.body[1:] or [ast.Pass()]
-    return "\n".join(ast.unparse(node) for node in body if id(node) in nodes)
+    lines = text.splitlines()
+    first = {
+        at: min(each.lineno for each in (node, *getattr(node, "decorator_list", ()))) for at, node in found.items()
+    }
+    return "\n".join("\n".join(lines[first[at] - 1 : found[at].end_lineno]) for at in sorted(found))
 
 
-def _parts(node) -> list:
-    """A statement, for its code: of an import, one for each name; none for a text, and what is for a script alone."""
-    if _is_text(node) or (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
-        return []
-    if not isinstance(node, ast.Import | ast.ImportFrom):
-        return [node]
-    return [type(node)(**dict(ast.iter_fields(node)) | {"names": [alias]}) for alias in node.names]
-
-
-def _is_text(node) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+def _is_of_script(node) -> bool:
+    """Whether a statement is for a script, or a notebook, alone."""
+    shown = ast.unparse(node.test if isinstance(node, ast.If) else node)
+    return (isinstance(node, ast.If) and "__name__" in shown) or "get_ipython()" in shown
 
 
 def _defined(node) -> set[str]:
-    """The names that a statement defines, or whose values it changes."""
+    """The names that a statement defines, or whose values it changes; none for an import of names that it hides."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        names = {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        return set() if "*" in names or getattr(node, "module", "") == "__future__" else names
     inner = (_defined(each) for each in ast.iter_child_nodes(node))
     changed = isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
     return set().union(*inner, {each.id for each in ast.walk(node) if changed and isinstance(each, ast.Name)})
 
 
-def _add(value, name: str, source: Source | None) -> str:
+def _add(value, name: str, *source) -> str:
     config = _config_of(value, name)
     if not name.isidentifier() or name in {field.name for field in dataclasses.fields(ModelConfig)}:
         raise UserError(f"{name!r}: expected a name such as 'mine', and none of a field of ModelConfig")
     if name in KINDS and not is_custom(name):
         raise UserError(f"{name!r} is a kind of attnlab: choose another name")
     KINDS[name] = config  # in place of another of this name, as in a notebook's cell that runs again
-    _SOURCES.pop(name, None)
-    if source is not None:
-        _SOURCES[name] = source
+    _SOURCES[name] = value, *source
     return name
 
 
@@ -258,6 +253,8 @@ def _config_of(value, name: str) -> type[LayerConfig]:
     """The config of the layers of a value."""
     if _is_class(value, LayerConfig):
         return value
+    if _is_class(value, nn.Module) and (missing := _without_default(value)):
+        raise UserError(f"{name}: its field {missing[0]} has no default: give it one")
     if not _is_part(value):
         shown = f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
         raise UserError(
@@ -268,8 +265,6 @@ def _config_of(value, name: str) -> type[LayerConfig]:
         field, value = ("mask", value) if isinstance(value, Mask) else ("score_mod", as_tuple(value)[0])
         content = {field: value, "__annotations__": {field: ClassVar[Any]}, "__doc__": f"Attention with {name}."}
         return type(name, (AttentionConfig,), content, kind=name)
-    if missing := _without_default(value):
-        raise UserError(f"{name}: its field {missing[0]} has no default: give it one")
     if not issubclass(value, Layer):
         content = {"plain": value, "__module__": value.__module__, "__doc__": value.__doc__}
         value = type(value.__name__, (Plain, value), content)
@@ -300,59 +295,54 @@ def _run(path: Path):
     return sys.modules[name]
 
 
-def _source_of(value) -> Source:
-    """The source of a class or a function: its cell's, in a notebook or an interpreter, or its file's."""
-    name = value.__name__
-    for function in _functions(value):
-        text = _cell(function.__code__.co_filename)
-        if any(name in _defined(node) for node in ast.parse(text).body):
-            code = reached(_with_other_cells(text, function.__globals__), name)  # not what the cell does with it
-            return Source.of(Path(f"{name}.py"), code + "\n", name)
+def _source_of(value) -> tuple[str, Path, str]:
+    """The name of a class or a function, and path and text of its file, or of its cell and what it needs of others."""
+    name, top = value.__name__, value.__qualname__.partition(".")[0]  # of a function that makes it
+    for function in functions(value.module if _is_class(value, LayerConfig) else value):
+        text = cell(function.__code__.co_filename)
+        if any(top in _defined(node) for node in ast.parse(text).body):
+            return name, Path(f"{name}.py"), reached(_with_other_cells(text, function.__globals__), [name])
     try:
-        path = Path(inspect.getsourcefile(value)).absolute()
-    except (TypeError, OSError) as error:
-        remedy = "write it into a file, so that a run can find it"
+        path = Path(inspect.getsourcefile(sys.modules.get(value.__module__) or functions(value)[0])).absolute()
+    except (TypeError, OSError, IndexError) as error:
+        remedy = "write it into a file, or into a cell without %%, so that a run can find it"
         raise UserError(f"{value!r} is of no file, and no method of it of a notebook's cell: {remedy}") from error
-    return Source.of(path, _text(path), name)
-
-
-def _cell(file: str) -> str:
-    """The text of the cell of a notebook that code has as its file; "" for a file."""
-    return "" if Path(file).exists() else "".join(linecache.getlines(file))
+    return name, path, _text(path)
 
 
 def _with_other_cells(text: str, names: Mapping[str, Any]) -> str:
     """A cell's text behind the statements of other cells that give the names that it uses their values."""
-    found = {each for node in ast.parse(text).body for each in _defined(node)}
-    while more := sorted(_globals(symtable.symtable(text, "cell", "exec")) & {*names} - found):
-        text = "\n".join([*(_definition(name, names[name]) for name in more), text])
-        found |= {*more}
-    return text
+    found, parts = {each for node in ast.parse(text).body for each in _defined(node)}, []
+
+    def add(text: str) -> None:
+        for name in sorted(_globals(symtable.symtable(text, "cell", "exec")) & {*names} - found):
+            if name not in found:
+                found.add(name)
+                add(_definition(name, names[name]))
+        parts.append(text)
+
+    add(text)
+    return "\n".join(parts)
 
 
 def _globals(table: symtable.SymbolTable) -> set[str]:
     """The global names that a text refers to."""
-    own = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
-    return own.union(*map(_globals, table.get_children()))
+    is_class = table.get_type() == "class"  # whose body may read a global of the name that it defines
+    symbols = (each for each in table.get_symbols() if each.is_referenced() and (each.is_global() or is_class))
+    return {symbol.get_name() for symbol in symbols}.union(*map(_globals, table.get_children()))
 
 
 def _definition(name: str, value) -> str:
     """The statement that gives a name its value: of a function's or class' cell, or the last cell; "" for none."""
     with contextlib.suppress(ValueError, SyntaxError, MemoryError):
         return f"{name} = {ast.literal_eval(repr(value))!r}"
-    own = [function.__code__.co_filename for function in _functions(value)]
-    for text in map(_cell, [*own, *reversed(linecache.cache)]):
+    own = [function.__code__.co_filename for function in functions(value)]
+    for text in map(cell, [*own, *reversed(linecache.cache)]):
         with contextlib.suppress(SyntaxError):
-            for node in (part for each in reversed(ast.parse(text).body) for part in _parts(each)):
+            for node in reversed(ast.parse(text).body):
                 if name in _defined(node):
                     return ast.unparse(node)
     return ""
-
-
-def _functions(value) -> list:
-    """The function that a value is or wraps, or its methods."""
-    values = vars(value).values() if isinstance(value, type) else [value]
-    return [inspect.unwrap(each) for each in values if callable(each) and inspect.isfunction(inspect.unwrap(each))]
 
 
 def _text(path: Path) -> str:

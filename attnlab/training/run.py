@@ -97,7 +97,8 @@ def resolve(
         passed.check_continues(folder.previous_run, folder)
     sources = custom.sources(config.model.used)
     copies = folder.path.absolute() / "source"  # the file of a cell of a notebook, which has none
-    code = {kind: {"file": str(copies / source.path), "sha256": source.sha256} for kind, source in sources.items()}
+    files = {kind: str(copies / source.path) if source.text else "" for kind, source in sources.items()}
+    code = {kind: {"file": files[kind], "sha256": source.sha256} for kind, source in sources.items()}
     metadata = passed.metadata() | ({"code": code} if code else {})
     if eval_only and folder.previous_run is None:
         raise UserError(f"{folder} holds no run to evaluate: train first")

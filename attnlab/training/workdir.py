@@ -94,7 +94,7 @@ class Workdir:
 
         The files of custom layers are copied to `source/`, under their names.
         """
-        for source in sources:
+        for source in (source for source in sources if source.text):
             (self.path / "source").mkdir(exist_ok=True)
             write_text(self.path / "source" / source.path.name, source.text)
         tokenizers.save(tokenizer, self.path / "tokenizer.json")

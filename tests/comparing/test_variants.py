@@ -27,21 +27,22 @@ def test_variants_of_a_file_are_texts_or_dictionaries_and_come_after_those_of_th
     assert list(parse([], "compare_positions"))[:2] == ["rotary", "alibi"]
 
 
-def test_python_values_make_variants_whose_code_is_that_of_the_value():
+def test_python_values_make_variants_whose_kinds_are_those_of_the_values():
     def near(score, b, h, i, j):
         return score - 0.1 * (i - j)
 
     values = {"a": AttentionConfig(window=4), "b": SlidingWindow(left=4), "c": ScoreFn(near)}
     a, b, c = of_values(values)
     assert a == Variant("a", ("--config.model.layers=attention", "--config.model.attention.window=4"))
-    assert b.options == (f"--config.model.layers=b_{b.code}",) and len({a.code, b.code, c.code}) == 3
-    assert of_values(values | {"b": SlidingWindow(left=5)})[1].code != b.code == of_values(values)[1].code
-    assert config_of((*OPTIONS, *b.options)).model.layers[0].kind == f"b_{b.code}"
+    kind, other = (each.options[0].removeprefix("--config.model.layers=") for each in (b, c))
+    assert kind[:2] == "b_" and other[:2] == "c_" and kind[2:] != other[2:]
+    assert of_values(values | {"b": SlidingWindow(left=5)})[1] != b == of_values(values)[1]
+    assert config_of((*OPTIONS, *b.options)).model.layers[0].kind == kind
 
 
 def test_two_classes_of_one_name_and_python_values_for_the_command_are_refused(tmp_path):
     a, b = (type("Mine", (MultiHeadAttention,), {}) for _ in range(2))
-    with pytest.raises(UserError, match="two classes of layers have one name"):
+    with pytest.raises(UserError, match="two classes of layers are named Mine"):
         of_values({"a": a, "b": b})
     file = tmp_path / "mine.py"
     file.write_text("from attnlab.masks import Causal\nVARIANTS = {'a': {}, 'b': {'model.layers': Causal()}}")

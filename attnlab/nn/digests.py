@@ -1,0 +1,207 @@
+"""A sha256 of code: of all that a user's layer, mask or score mod computes with, by the values that it has now.
+
+Of functions and classes of the user it takes the definitions, without comments and docstrings, and what they reach:
+globals, closures, defaults, attributes and bases. Of those of libraries it takes the names. So it is the same for the
+same code in a file, in the cells of a notebook, and in a copy.
+"""
+
+import ast
+import dataclasses
+import dis
+import functools
+import hashlib
+import inspect
+import linecache
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import CodeType, EllipsisType, FunctionType, MethodType, ModuleType, NoneType
+
+import jax
+import numpy as np
+
+_LITERALS = (NoneType, bool, int, float, complex, str, bytes, EllipsisType)
+_ARRAYS = (np.ndarray, np.generic, jax.Array)
+_METHODS = (FunctionType, MethodType, staticmethod, classmethod, property, functools.partial)
+_OWN = str(Path(__file__).parents[1])
+_LIBRARIES = re.compile(rf"{re.escape(_OWN)}|{re.escape(sysconfig.get_paths()['stdlib'])}|.*[/\\](site|dist)-packages")
+
+
+def digest(value) -> str:
+    """The sha256 of the code of a function, a class or a value.
+
+    >>> digest(lambda x: 2 * x) == digest(lambda x: 2 * x), digest(lambda x: 2 * x) == digest(lambda x: 3 * x)
+    (True, False)
+    """
+    return hashlib.sha256(_Reader().read(value).encode()).hexdigest()
+
+
+def cell(file: str) -> str:
+    """The text of the cell of a notebook that code has as its file; "" for a file."""
+    return "" if Path(file).exists() else "".join(linecache.getlines(file))
+
+
+def functions(value) -> list[FunctionType]:
+    """The function that a value is or wraps, or its methods."""
+    values = vars(value).values() if isinstance(value, type) else [value]
+    return [inspect.unwrap(each) for each in values if callable(each) and inspect.isfunction(inspect.unwrap(each))]
+
+
+class _Reader:
+    """Reads values as texts, each once."""
+
+    def __init__(self):
+        self._seen = {}  # by id: their number, and the value, so that no other gets the id
+
+    def read(self, value) -> str:
+        """The text of a value."""
+        if isinstance(value, _LITERALS):
+            return repr(value)
+        if id(value) in self._seen:
+            return f"#{self._seen[id(value)][0]}"
+        self._seen[id(value)] = len(self._seen), value
+        if isinstance(value, _ARRAYS):
+            is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+            array = np.asarray(jax.random.key_data(value) if is_key else value)
+            return f"{array.dtype}{list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()}"
+        if isinstance(value, Mapping):
+            return f"{[(self.read(key), self.read(x)) for key, x in value.items()]}"
+        if isinstance(value, tuple | list | set | frozenset):
+            inner = map(self.read, value)
+            return f"{type(value).__name__}{sorted(inner) if isinstance(value, set | frozenset) else list(inner)}"
+        if isinstance(value, functools.partial):
+            return self.read((value.func, value.args, value.keywords))
+        if isinstance(value, staticmethod | classmethod | MethodType):
+            return self.read((value.__func__, getattr(value, "__self__", None)))
+        if isinstance(value, property):
+            return self.read((value.fget, value.fset))
+        if isinstance(value, ModuleType):
+            file = getattr(value, "__file__", None) or ""
+            return ast.unparse(_tree(_text(file))) if is_users(file) else value.__name__
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        return self._class(value) if isinstance(value, type) else self._object(value)
+
+    def _function(self, function: FunctionType) -> str:
+        """Its definition and the values of its names; of a library's its name, and functions as jax.vmap wraps them."""
+        code, values = function.__code__, {}
+        for name, found in zip(code.co_freevars, function.__closure__ or ()):
+            try:
+                values[name] = found.cell_contents
+            except ValueError:  # not set yet
+                continue
+        if not is_users(code.co_filename):
+            return f"{code.co_name} {self.read(_plain(values))}"
+        values |= {name: function.__globals__[name] for name in _globals(code) if name in function.__globals__}
+        values |= {"defaults": (function.__defaults__, function.__kwdefaults__)}
+        return f"{_definition(code)} {self.read(dict(sorted(values.items())))}"
+
+    def _class(self, cls: type) -> str:
+        """The names of it and its bases; of the user's also the definitions, and methods and attributes by value."""
+        found = []
+        for base in cls.__mro__:
+            if not _is_users_class(base):
+                found.append(base.__qualname__)
+                continue
+            nodes = (node for node in ast.walk(_tree(_home(base))) if isinstance(node, ast.ClassDef))
+            values = {name: x for name, x in vars(base).items() if _is_own(name, x)}
+            texts = [ast.unparse(node) for node in nodes if node.name == base.__name__]
+            found.append(f"{texts} {self.read(dict(sorted(values.items())))}")
+        return "\n".join(found)
+
+    def _object(self, value) -> str:
+        """Its class and fields; of a library's what it prints as, and functions, as of jax.custom_vjp."""
+        cls = type(value)
+        names = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+        fields = {name: getattr(value, name, None) for name in names} or dict(getattr(value, "__dict__", {}))
+        fields = {name: x for name, x in fields.items() if name[0] != "_"}
+        if not (_is_users_class(cls) or cls.__module__.startswith("attnlab.")):
+            wrapped = getattr(value, "__wrapped__", None)  # as of jax.jit
+            fields = _plain(fields) | {"wrapped": wrapped, "shown": re.sub(r" at 0x[0-9a-f]+", "", repr(value))}
+        return f"{self.read(cls)} {self.read(fields)}"
+
+
+def _plain(fields: Mapping) -> dict:
+    """The literals, arrays, functions and tuples among fields of a library's object, which may hold anything."""
+    kinds = (*_LITERALS, *_ARRAYS, *_METHODS, tuple)
+    return {name: x for name, x in fields.items() if isinstance(x, kinds) or hasattr(x, "__wrapped__")}
+
+
+def _is_own(name: str, value) -> bool:
+    """Whether an attribute of a user's class is the user's, and not of Flax or of dataclasses."""
+    if isinstance(value, _METHODS) or hasattr(value, "__wrapped__"):
+        parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
+        codes = [getattr(inspect.unwrap(part), "__code__", None) for part in parts if part is not None]
+        return any(code is None or is_users(code.co_filename) for code in codes)
+    return name[0] != "_" or (name[:2] != "__" and isinstance(value, (*_LITERALS, *_ARRAYS)))
+
+
+def is_users(file: str) -> bool:
+    """Whether a file, or a cell of a notebook, is the user's."""
+    return bool(_text(file)) and not _LIBRARIES.match(file)
+
+
+def _is_users_class(cls: type) -> bool:
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return is_users(file) if file else cls.__module__.partition(".")[0] not in sys.stdlib_module_names
+
+
+def _home(cls: type) -> str:
+    """The text of the file or cell of a class; "" for a cell without its methods."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    texts = [_text(file)] if file else [_text(function.__code__.co_filename) for function in functions(cls)]
+    return next((text for text in texts if f"class {cls.__name__}" in text), "")
+
+
+def _text(file: str) -> str:
+    linecache.checkcache(file)
+    return "".join(linecache.getlines(file))
+
+
+@functools.lru_cache(256)
+def _tree(text: str) -> ast.Module:
+    """The tree of a text, without docstrings."""
+    tree = ast.parse(text)
+    for node in (each for each in ast.walk(tree) if isinstance(getattr(each, "body", None), list) and each.body):
+        first = node.body[0]
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree
+
+
+@functools.lru_cache(256)
+def _codes(text: str) -> frozenset[tuple[str, int, bytes]]:
+    """The names, first lines and instructions of all functions of a text."""
+    found = _nested(compile(text, "text", "exec", dont_inherit=True))
+    return frozenset((code.co_name, code.co_firstlineno, code.co_code) for code in found)
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _nested(inner)
+
+
+def _globals(code: CodeType) -> set[str]:
+    """The global names that a function, and those within it, read."""
+    instructions = (each for inner in _nested(code) for each in dis.get_instructions(inner))
+    return {each.argval for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+
+
+def _definition(code: CodeType) -> str:
+    """The definition of a function; its instructions where its file has changed since, or a hook has changed it."""
+    text = _text(code.co_filename)
+    if (code.co_name, code.co_firstlineno, code.co_code) not in _codes(text):
+        constants = [repr(each) for each in code.co_consts if not isinstance(each, CodeType)]
+        return f"{[inner.co_code for inner in _nested(code)]} {code.co_names} {constants}"
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    nodes = [node for node in ast.walk(_tree(text)) if isinstance(node, kinds)]
+    first = [min(each.lineno for each in (node, *getattr(node, "decorator_list", ()))) for node in nodes]
+    names = [getattr(node, "name", "<lambda>") for node in nodes]
+    here = [node for node, *at in zip(nodes, names, first) if at == [code.co_name, code.co_firstlineno]]
+    spans, ends = set(code.co_positions()), ("lineno", "end_lineno", "col_offset", "end_col_offset")
+    of_one = [node for node in here if tuple(getattr(node.body, end, None) for end in ends) in spans]
+    return f"{list(map(ast.unparse, of_one or here))}"  # of several lambdas in a line, one
