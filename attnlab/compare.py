@@ -113,7 +113,8 @@ def _set_defaults(values, file: str) -> None:
             raise UserError(f"{file}: COMPARE has {name!r}: expected some of {', '.join(DEFAULT_OF_FILE)}")
         try:
             if not values[name].present:
-                values[name].parse(value)
+                words = value if isinstance(value, list | tuple) else [value]
+                values[name].parse(",".join(map(str, words)))
         except flags.IllegalFlagValueError as error:
             raise UserError(f"{file}: COMPARE: {commands.one_line(error)}") from error
 

@@ -31,7 +31,7 @@ for ((number = 0; number < count; number++)); do
     processes+=($!)
 done
 
-code=0
+code=0 failed=0
 while ((${#processes[@]})); do
     sleep 0.2
     for number in "${!processes[@]}"; do
@@ -44,9 +44,14 @@ while ((${#processes[@]})); do
         if ((status && !code)); then
             code=$status
             # A process that has failed, or was killed, leaves the others waiting for it.
-            ((status == 143 || status == 130)) || kill -TERM "${processes[@]}" 2>/dev/null
+            if ((status != 143 && status != 130)); then
+                kill -TERM "${processes[@]}" 2>/dev/null
+                failed=$SECONDS
+            fi
         fi
     done
+    # Before its first step a process does not notice that.
+    ((failed && SECONDS - failed > 60)) && kill -KILL "${processes[@]}" 2>/dev/null
 done
 if ((code == 75 || code > 128)); then
     echo "launch/local.sh: a process ended with $code; the same command resumes from the last checkpoint" >&2

@@ -54,7 +54,7 @@ PUBLISHED = {{
         "protocol": {{"model.attention.window": 4, "seeds": 2, "steps": 20_000}},
     }}
 }}
-COMPARE = {{"learning_rates": "1e-2", "seeds": "2", "tasks": "{PARITY},text"}}
+COMPARE = {{"learning_rates": 1e-2, "seeds": "2", "tasks": ["{PARITY}", "text"]}}
 """
 
 
@@ -214,6 +214,9 @@ def test_mistake_in_an_argument_is_one_line(tmp_path, options, message):
 def test_comparison_of_other_steps_needs_another_folder(finished, capsys):
     assert compared(finished[0], f"--variants={finished[1]}", "--config.steps=24") == 2
     assert re.search("has runs of 12 steps, and now 24: choose a new --workdir", capsys.readouterr().err)
+    options = ["--tuning_seeds=2", "--learning_rates=1e-2,1e-3"]  # in which a final seed is one of these
+    assert compared(finished[0], f"--variants={finished[1]}", *options) == 2
+    assert "has runs of another number of tuning seeds" in capsys.readouterr().err
 
 
 def test_function_goes_on_where_the_command_was(finished, monkeypatch, capsys):

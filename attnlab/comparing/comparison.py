@@ -67,7 +67,7 @@ class Comparison:
         self.rows = [{"task": name} | row if several else row for name, part in found.items() for row in part.rows]
         prefix = {name: f"{name}: " * several for name in found}
         self.sentences = [prefix[name] + text for name, part in found.items() for text in part.sections[0].sentences]
-        self.failed = {name: error for part in found.values() for name, error in part.failed.items()}
+        self.failed = {prefix[name] + run: error for name, part in found.items() for run, error in part.failed.items()}
 
     def verdict(self, variant: str, task: str | None = None) -> str | None:
         """The verdict on a variant, such as "better"; None for the first one."""
@@ -311,7 +311,7 @@ def check_layers(parts: Sequence[Part]) -> None:
 
 
 def _line_of(error: Exception) -> str:
-    """The last line of a user's layer that an error passed, as " (FILE, line N)"; "" for none."""
+    """The last line of user code that an error passed, as " (FILE, line N)"; "" for none."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f" ({frame.filename}, line {frame.lineno})" for frame in frames if digests.is_users(frame.filename)]
     return lines[-1] if lines else ""

@@ -60,9 +60,11 @@ class Protocol(NamedTuple):
 def has_ended(point: Point, folder: Path) -> bool:
     """Whether a run is finished, or diverged; UserError for a run with another config, diverged or not."""
     if (folder / point.name / "config.json").exists():
-        steps = read_config(folder / point.name)["steps"]
-        if steps != point.config.steps:  # runs that go on would be compared with runs of one schedule
-            raise UserError(f"{folder} has runs of {steps} steps, and now {point.config.steps}: choose a new --workdir")
+        saved, steps = read_config(folder / point.name), point.config.steps
+        if saved["steps"] != steps:  # runs that go on would be compared with runs of one schedule
+            raise UserError(f"{folder} has runs of {saved['steps']} steps, and now {steps}: choose a new --workdir")
+        if saved["eval"]["part"] != point.config.eval.part:
+            raise UserError(f"{folder} has runs of another number of tuning seeds: choose a new --workdir")
     return train.is_finished(point.config, folder / point.name) or diverged(folder / point.name)
 
 

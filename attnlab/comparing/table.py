@@ -82,12 +82,13 @@ def rows(
     at_time = _at_equal_time(workdirs)
     sign = -1 if protocol.measure == "accuracy" else 1  # the lower result is the better one
     resolution = protocols.resolution(points[0][0].config, protocol.measure)
+    steps = {"loss": 0.0, protocol.measure: resolution}
     compared = [None, *statistics.differences(sign * results[protocol.measure], resolution)]
     in_time = [None, *statistics.differences(at_time)]
     return [
         {
             "variant": variant.name,
-            **{key: value for name, of in results.items() for key, value in _mean(name, of[n]).items()},
+            **{key: x for name, of in results.items() for key, x in _mean(name, of[n], steps[name]).items()},
             "seeds": int((~np.isnan(results["loss"][n])).sum()),
             "pairs": int((~np.isnan(results["loss"][n] - results["loss"][0])).sum()),
             **_difference(compared[n], protocol.measure, sign),
@@ -120,8 +121,8 @@ def _at_equal_time(workdirs: Sequence[Sequence[Path]]) -> np.ndarray:
     )
 
 
-def _mean(name: str, results: np.ndarray) -> dict:
-    mean, half = mean_and_margin(results[~np.isnan(results)])
+def _mean(name: str, results: np.ndarray, resolution: float = 0.0) -> dict:
+    mean, half = mean_and_margin(results[~np.isnan(results)], resolution=resolution)
     return {name: _number(mean), f"{name}_interval": _number(half)}
 
 
@@ -131,7 +132,7 @@ def _difference(found: statistics.Difference | None, measure: str, sign: int) ->
     if found is None:
         return dict.fromkeys(names)
     detectable = _number(found.detectable) if found.verdict == statistics.OPEN else None
-    values = (_number(sign * found.mean), *map(_number, found[1:3]), found.verdict, detectable)
+    values = (_number(sign * found.mean + 0.0), *map(_number, found[1:3]), found.verdict, detectable)
     return dict(zip(names, (*values, *(found.seeds_needed or (None, None, None)))))
 
 

@@ -208,6 +208,7 @@ def reached(text: str, names: Sequence[str]) -> str:
     wanted = [name for name in names if name in defined] or list(defined)  # of a class within a function, all
     end = min((body.index(defined[name][0]) for name in wanted), default=len(body))
     found = {node.lineno: node for node in body[:end] if not _defined(node)}
+    wanted += [each.id for node in found.values() for each in ast.walk(node) if isinstance(each, ast.Name)]
     while wanted:
         for node in defined.get(wanted.pop(), ()):
             if node.lineno not in found:

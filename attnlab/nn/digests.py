@@ -1,7 +1,7 @@
 """A sha256 of code: of all that a user's layer, mask or score mod computes with, by the values that it has now.
 
 Of functions and classes of the user it takes the definitions, without comments and docstrings, and what they reach:
-globals, closures, defaults, attributes and bases. Of those of libraries it takes the names. So it is the same for the
+globals, closures, defaults, attributes and bases. Of a library's it takes the names. So it is the same for the
 same code in a file, in the cells of a notebook, and in a copy.
 """
 
@@ -95,11 +95,11 @@ class _Reader:
         if not is_users(code.co_filename):
             return f"{code.co_name} {self.read(_plain(values))}"
         values |= {name: function.__globals__[name] for name in _globals(code) if name in function.__globals__}
-        values |= {"defaults": (function.__defaults__, function.__kwdefaults__)}
+        values["defaults"] = function.__defaults__, function.__kwdefaults__
         return f"{_definition(code)} {self.read(dict(sorted(values.items())))}"
 
     def _class(self, cls: type) -> str:
-        """The names of it and its bases; of the user's also the definitions, and methods and attributes by value."""
+        """The names of it and its bases; where the user defined them, also definitions, methods and attributes."""
         found = []
         for base in cls.__mro__:
             if not _is_users_class(base):
@@ -115,7 +115,7 @@ class _Reader:
         """Its class and fields; of a library's what it prints as, and functions, as of jax.custom_vjp."""
         cls = type(value)
         names = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
-        fields = {name: getattr(value, name, None) for name in names} or dict(getattr(value, "__dict__", {}))
+        fields = {name: getattr(value, name, None) for name in names} or getattr(value, "__dict__", {})
         fields = {name: x for name, x in fields.items() if name[0] != "_"}
         if not (_is_users_class(cls) or cls.__module__.startswith("attnlab.")):
             wrapped = getattr(value, "__wrapped__", None)  # as of jax.jit
@@ -130,7 +130,7 @@ def _plain(fields: Mapping) -> dict:
 
 
 def _is_own(name: str, value) -> bool:
-    """Whether an attribute of a user's class is the user's, and not of Flax or of dataclasses."""
+    """Whether a class has an attribute from the user, and not from Flax or dataclasses."""
     if isinstance(value, _METHODS) or hasattr(value, "__wrapped__"):
         parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
         codes = [getattr(inspect.unwrap(part), "__code__", None) for part in parts if part is not None]
@@ -164,11 +164,13 @@ def _text(file: str) -> str:
 def _tree(text: str) -> ast.Module:
     """The tree of a text, without docstrings."""
     tree = ast.parse(text)
-    for node in (each for each in ast.walk(tree) if isinstance(getattr(each, "body", None), list) and each.body):
-        first = node.body[0]
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            node.body = node.body[1:] or [ast.Pass()]
+    for node in (each for each in ast.walk(tree) if isinstance(getattr(each, "body", None), list)):
+        node.body = [each for each in node.body if not _is_docstring(each)] or [ast.Pass()]
     return tree
+
+
+def _is_docstring(node) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 @functools.lru_cache(256)

@@ -16,8 +16,9 @@ PEER_LOST = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again"
 
 def is_peer_lost(error: Exception) -> bool:
     """Whether another process may have caused an error of this one; JAX raises errors of Gloo as ValueErrors too."""
-    of_runtime = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError) and "RESOURCE_EXHAUSTED" not in str(error)
-    return of_runtime or "Gloo" in str(error)
+    is_own = any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Traceback"))  # the latter of a callback
+    of_runtime = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
+    return not is_own and (of_runtime or "Gloo" in str(error))
 
 
 def exit_peer_lost(why: str) -> None:
