@@ -28,12 +28,14 @@ EDITS = {
     "base": (OWN.replace("Own", "Base") + "\ngate = 0", OWN.replace("Own", "Base") + "\ngate = 1", DERIVED),
     "partial": ("gate = functools.partial(jnp.dot, 0)", "gate = functools.partial(jnp.dot, 1)", OWN),
     "closure": ("f = lambda k: lambda x: k * x\ngate = f(0)", "f = lambda k: lambda x: k * x\ngate = f(1)", OWN),
-    "default": ("def gate(x, k=0): return k", "def gate(x, k=1): return k", OWN),
+    "default": ("K = 0\ndef gate(x, k=K): return k", "K = 1\ndef gate(x, k=K): return k", OWN),
+    "nested": ("K = 0\ngate = lambda x: jax.tree.map(lambda y: K, x)", "K = 1", OWN),
+    "attribute": ("T = [0]", "T = [1]", OWN.replace("def", "table = T\n    def").replace("gate", "")),
     "jitted": ("gate = jax.jit(lambda x: 0 * x)", "gate = jax.jit(lambda x: 1 * x)", OWN),
     "vmapped": ("gate = jax.vmap(jnp.sin, 0)", "gate = jax.vmap(jnp.sin, 1)", OWN),
     "module": ("gate = nn.Dense(3)", "gate = nn.Dense(4)", OWN),
     "container": ("gates = {'a': [0]}\ngate = lambda x: gates", "gates = {'a': [1]}\ngate = lambda x: gates", OWN),
-    "type": ("gate = jnp.dtype('float32')", "gate = jnp.dtype('bfloat16')", OWN),
+    "of a library": ("import re\ngate = re.compile('a')", "gate = re.compile('b')", OWN),
 }
 
 
@@ -85,4 +87,6 @@ def test_file_that_has_changed_since_it_ran_has_the_digest_of_what_runs(tmp_path
     file.write_text("def gate(x): return 2 * x")
     old = digest(names["gate"])
     exec(compile(file.read_text(), str(file), "exec"), names)
-    assert digest(names["gate"]) not in (old, first)
+    (again := tmp_path / "again.py").write_text(file.read_text())
+    exec(compile(again.read_text(), str(again), "exec"), others := {"__name__": "again"})
+    assert digest(names["gate"]) == digest(others["gate"]) not in (old, first)
