@@ -79,7 +79,7 @@ class _Reader:
             return self.read((value.fget, value.fset))
         if isinstance(value, ModuleType):
             file = getattr(value, "__file__", None) or ""
-            return ast.unparse(_tree(_text(file))) if is_users(file) else value.__name__
+            return _shape(_tree(_text(file))) if is_users(file) else value.__name__
         if isinstance(value, FunctionType):
             return self._function(value)
         return self._class(value) if isinstance(value, type) else self._object(value)
@@ -107,7 +107,7 @@ class _Reader:
                 continue
             nodes = (node for node in ast.walk(_tree(_home(base))) if isinstance(node, ast.ClassDef))
             values = {name: x for name, x in vars(base).items() if _is_own(name, x)}
-            texts = [ast.unparse(node) for node in nodes if node.name == base.__name__]
+            texts = [_shape(node) for node in nodes if node.name == base.__name__]
             found.append(f"{texts} {self.read(dict(sorted(values.items())))}")
         return "\n".join(found)
 
@@ -169,6 +169,16 @@ def _tree(text: str) -> ast.Module:
     return tree
 
 
+def _shape(node) -> str:
+    """A tree as text, the same in all versions of Python: without what is empty, which they add."""
+    if isinstance(node, list):
+        return f"[{', '.join(map(_shape, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = (f"{name}={_shape(x)}" for name, x in ast.iter_fields(node) if x is not None and x != [])
+    return f"{type(node).__name__}({', '.join(fields)})"
+
+
 def _is_docstring(node) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
@@ -206,4 +216,4 @@ def _definition(code: CodeType) -> str:
     here = [node for node, *at in zip(nodes, names, first) if at == [code.co_name, code.co_firstlineno]]
     spans, ends = set(code.co_positions()), ("lineno", "end_lineno", "col_offset", "end_col_offset")
     of_one = [node for node in here if tuple(getattr(node.body, end, None) for end in ends) in spans]
-    return f"{list(map(ast.unparse, of_one or here))}"  # of several lambdas in a line, one
+    return f"{list(map(_shape, of_one or here))}"  # of several lambdas in a line, one
