@@ -140,7 +140,7 @@ def _is_own(name: str, value) -> bool:
 
 def is_users(file: str) -> bool:
     """Whether a file, or a cell of a notebook, is the user's."""
-    return bool(_text(file)) and not _LIBRARIES.match(file)
+    return not _LIBRARIES.match(file) and bool(_text(file))
 
 
 def _is_users_class(cls: type) -> bool:
