@@ -50,13 +50,14 @@ def curves(
         look = {"color": colors[name], "marker": "o" if markers else "", "markersize": 3.5}
         if name in dashed:
             look = {"color": "#8d96a3", "linestyle": "--", "zorder": 1}
-        axes.plot(xs, ys, label=name, **look)
+        (line,) = axes.plot(xs, ys, label=name, **look)
         if spread and name in spread:
             is_pair = np.ndim(spread[name]) == 2
             low, high = spread[name] if is_pair else (np.subtract(ys, spread[name]), np.add(ys, spread[name]))
             width = 0 if len(xs) > 1 else 1.5  # the band of a single point is a bar
             axes.fill_between(xs, low, high, color=look["color"], alpha=0.18, linewidth=width)
-        if drawn := [point for point in zip(xs, ys) if np.isfinite(point).all()]:
+        points = line.get_xydata()  # numbers, also of words on an axis
+        if len(drawn := points[np.isfinite(points).all(axis=1)]):
             ends[name] = *drawn[-1], look["color"]
     _scale(axes, series, log)
     axes.set_xlabel(x)
