@@ -74,6 +74,11 @@ def test_scores_of_minus_infinity_are_drawn_as_masked():
     assert image.get_clim() == (0, 3)
 
 
+def test_curve_over_words_is_labelled_at_its_last_finite_point():
+    (text,) = plots.lines({"a": (["1", "2", "4"], [1, 2, np.nan])}, "A", x="depth", y="y", labels="line").axes[0].texts
+    assert text.get_text() == "a" and text.xy == (1, 2)
+
+
 @pytest.mark.parametrize("log", ["x", "y"])
 def test_lines_have_names_scales_and_bands(log):
     figure = plots.lines(
