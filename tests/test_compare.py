@@ -194,6 +194,9 @@ def test_published_result_at_a_length_is_compared_with_chance_for_a_diverged_run
     arguments = protocol.Protocol((), (), (), (), "accuracy"), folder, {"window": points}, measured
     results, step = replication.results(replication.Published("", {}, 0.01, "", length=2), *arguments)
     assert results == {"window": [0.5, 0.7]} and step == 1 / 64
+    measured["window"] = {"accuracies_by_length": {}}  # as with learned positions
+    results, _ = replication.results(replication.Published("", {}, 0.01, "", length=2), *arguments)
+    np.testing.assert_array_equal(results["window"], [0.5, np.nan])
 
 
 @pytest.mark.parametrize(

@@ -136,13 +136,14 @@ def results(found: Published, protocol: Protocol, folder: Path, final: Mapping, 
         by_variant[name] = [result(workdir, protocol.measure) for workdir in workdirs]
         if found.length == 1:
             step = step or resolution(points[0].config, protocol.measure)
-        elif name in measured:  # at the published length, of the runs that finished
+        else:  # at the published length, which not every model takes, of the runs that finished
             length = str(found.length * points[0].config.model.context)
-            accuracies = iter(measured[name]["accuracies_by_length"][length])
+            values = measured.get(name, {}).get("accuracies_by_length", {}).get(length, [])
+            accuracies = iter(values)
             for at, workdir in enumerate(workdirs):
                 if not (diverged(workdir) or np.isnan(by_variant[name][at])):
-                    by_variant[name][at] = next(accuracies)
-            step = 1 / measured[name]["answers_by_length"][length]
+                    by_variant[name][at] = next(accuracies, np.nan)
+            step = 1 / measured[name]["answers_by_length"][length] if values else step
     return by_variant, step
 
 

@@ -167,7 +167,7 @@ def sources(layers: Sequence[LayerConfig]) -> dict[str, Source]:
 
 def version(layers: Sequence[LayerConfig]) -> str:
     """Six hex digits of the code of the custom kinds among layers: equal for equal code; "" where there is none."""
-    code = sorted(source.sha256 for source in sources(layers).values())
+    code = sorted(digest(_SOURCES[kind][0]) for kind in {layer.kind for layer in layers} if kind in _SOURCES)
     return hashlib.sha256("".join(code).encode()).hexdigest()[:6] if code else ""
 
 
