@@ -191,6 +191,9 @@ def backward(
     plan: Plan, call: AttentionCall, block_mask: Array, out: Array, log_sums: tuple, d_out: Array, d_lse: Array
 ) -> AttentionCall:
     """The gradients of the call's arrays, None for those that have none."""
+    # On CPUs jaxlib 0.10.2 would fuse the broadcast of a cotangent, as of `out.sum()`, its products with v, and
+    # their sums over the axes that a bias or a mod shares, and compute the fusion wrongly (JAX issue 39103).
+    d_out = lax.optimization_barrier(d_out)
     shift, log_sum, delta = _log_sums_and_delta(call, out, log_sums, d_out, d_lse)
     arrays = d_out.astype(call.v.dtype), shift, log_sum, delta
     d_sinks = None if call.sinks is None else _d_sinks(plan, call, shift, log_sum, delta)
