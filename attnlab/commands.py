@@ -13,10 +13,11 @@ from pathlib import Path
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from attnlab import compilation
 from attnlab.config import declared, find, unknown, variants
 from attnlab.nn import custom
 from attnlab.nn.config import KINDS
-from attnlab.support import status
+from attnlab.support import status, workers
 from attnlab.support.errors import UserError
 from attnlab.support.progress import shown
 
@@ -69,7 +70,8 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
                 _print_help(values, usage)
                 return 0
             parse(values, argv)
-            code = main(values)
+            with workers.lost_signals_sent_again():
+                code = main(values)
             sys.stdout.flush()  # a full disk is told here, and not by Python at its end
             return code
         finally:
@@ -100,8 +102,9 @@ def explained(error: BaseException) -> str | None:
 
 
 def prepare_output() -> None:
-    """Set up the streams, signals and warnings of a process that is a command."""
+    """Set up the streams, signals, warnings and compiler of a process that is a command."""
     status.open_streams()
+    compilation.fuse_no_sums()
     if signal.getsignal(signal.SIGINT) is status.end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.set_verbosity(logging.FATAL)  # Orbax and TFDS log a lot, and raise what they log as errors

@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache in the user's cache folder; compilers that err, and the memory they keep.
+"""JAX's persistent compilation cache in the user's cache folder; a compiler's fault, and the memory it keeps.
 
 Where a kill leaves an entry truncated, JAX warns, and compiles its program again at each start until the entry is old
 enough to be deleted. JAX's size limit (jax_compilation_cache_max_size) is not used: it needs the package filelock, and
@@ -17,21 +17,26 @@ from pathlib import Path
 
 import jax
 
-# jaxlib versions that compute some programs wrongly on CPUs, none of attnlab (tests/test_optimized.py), and a remedy.
-WRONG = {
-    "0.10.2": "sums some products of few columns wrongly on CPUs (JAX issue 39103), none of attnlab's own; functions "
-    "of yours are safe with XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= or on Python 3.12"
-}
+# jaxlib versions that compute some sums of products wrongly on CPUs, where they fuse the two (JAX issue 39103).
+FAULTY = ("0.10.2",)
+FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
+PRODUCTS, SUMS = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", "LIBRARY_FUSION_TYPE_REDUCE"
 COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event after each compilation
 LIMIT = 2 << 30  # bytes of attnlab's own folder, beyond which the oldest entries are deleted
 
 
-def miscompilation() -> str:
-    """A message where this jaxlib is known to compute wrongly and no flag prevents it; otherwise ""."""
-    fault = WRONG.get(version("jaxlib"))
-    if not fault or jax.default_backend() != "cpu" or "ynn_fusion_type=" in os.environ.get("XLA_FLAGS", ""):
-        return ""
-    return f"jaxlib {version('jaxlib')} {fault}"
+def fuse_no_sums() -> None:
+    """Set a flag of XLA for this process and those that it starts, unless the user has set it; JAX must be idle yet."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if version("jaxlib") in FAULTY and FUSIONS not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{FUSIONS}=-reduce".strip()
+
+
+def compiler_options(platform: str, *, fuses_sums: bool) -> dict[str, str] | None:
+    """`compiler_options` of `jax.jit` for a platform; products are fast with and without fused sums."""
+    if platform != "cpu" or version("jaxlib") not in FAULTY:
+        return None
+    return {FUSIONS: f"{PRODUCTS},{SUMS}" if fuses_sums else PRODUCTS}
 
 
 def keep_programs() -> Path | None:

@@ -110,8 +110,6 @@ def _main(values, own_process: bool) -> int:
     custom.check_used(values["import"].value, run.model.config.used)
     if run.tokenizer is None:
         raise UserError(f"{values.workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
-    if own_process and custom.files() and (fault := compilation.miscompilation()):
-        print(fault, file=sys.stderr)
     if scored is not None:
         return _score(run, scored)
     options = _options(values, run)

@@ -162,9 +162,6 @@ def _train(config, workdir, passed=NOTHING, *, eval_only, own_process=False, on_
             with runs.open(plan, eval_only=eval_only, own_process=own_process, **hooks) as run:
                 if eval_only:
                     return TrainedRun(plan.workdir.path, _evaluated(run), 0, passed)
-                has_parts = custom.files() or any(part is not None for part in passed)
-                if has_parts and (fault := compilation.miscompilation()):
-                    run.reporter.print(fault)
                 code = trainers.Trainer([run], preemption, on_step, hooks.get("on_phase", contextlib.nullcontext)).run()
             return _trained(plan, code)
         except (jax.errors.JaxRuntimeError, TimeoutError, ValueError) as error:

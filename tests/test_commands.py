@@ -1,13 +1,16 @@
 """Errors on the command line: one line each on stderr, exit code 2, nothing written."""
 
 import fcntl
+import gc
 import hashlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import warnings
 
 import jax.numpy as jnp
@@ -226,6 +229,20 @@ def test_interrupt_while_a_command_imports_is_one_line(tmp_path):
     for module in (["attnlab", "train"], ["attnlab.sample"]):
         ended = subprocess.run([sys.executable, "-m", *module], capture_output=True, text=True, env=env, cwd=tmp_path)
         assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
+
+
+def test_interrupt_within_a_collection_of_garbage_ends_the_command(capsys):
+    def callback(*_):
+        gc.callbacks.remove(callback)
+        signal.raise_signal(signal.SIGINT)
+
+    def main(_):
+        gc.callbacks.append(callback)
+        gc.collect()
+        time.sleep(20)
+
+    assert commands.run(lambda *_: None, main, "", ["attnlab"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b'{"step": "x", "split": "val"}\n', b"[" * 100_000 + b"\n"], ids=len)

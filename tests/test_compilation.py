@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from attnlab import compilation
+from tests.programs import JAXLIB
 
 PROGRAM = """
 import os, sys
@@ -80,15 +81,53 @@ def test_entries_beyond_the_limit_are_deleted_from_the_oldest(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"new-cache", "old-cache", "notes.txt"}
 
 
-@pytest.mark.parametrize(
-    ("version", "flags", "is_told"),
-    [("0.10.2", "", True), ("0.10.2", "--xla_cpu_experimental_ynn_fusion_type=", False), ("0.12.0.1", "", False)],
-)
-def test_jaxlib_that_errs_is_told_of_in_one_line_unless_a_flag_prevents_it(version, flags, is_told, monkeypatch):
-    monkeypatch.setattr(compilation, "version", lambda _: version)
-    monkeypatch.setenv("XLA_FLAGS", flags)
-    line = compilation.miscompilation()
-    assert bool(line) == is_told and line.startswith("jaxlib 0.10.2 sums" * is_told) and "\n" not in line
+FAULT = """
+import os, sys
+import jax, jax.numpy as jnp, numpy as np
+from attnlab import commands, compilation
+from attnlab.config import RunConfig
+from attnlab.data.batches import Batch
+from attnlab.training.experiment import Experiment
+
+if "command" in sys.argv:
+    commands.prepare_output()
+ROWS = np.random.default_rng(0).standard_normal((32_769, 3)).astype(np.float32)
+EXACT = (ROWS.astype(np.float64) ** 2).sum(1)
+
+def norms(rows):
+    return jax.vmap(lambda row: ((jnp.eye(3) @ row) ** 2).sum())(rows)
+
+class Model(flax.linen.Module):  # of one token a row, whose loss is log(1 + e^norm)
+    @flax.linen.compact
+    def __call__(self, tokens, deterministic=True, dropout_key=None):
+        table = self.param("table", lambda key: jnp.asarray(ROWS))
+        found = norms(table)[: tokens.shape[1]]
+        return jnp.stack([jnp.zeros(tokens.shape), jnp.broadcast_to(found, tokens.shape)], axis=-1)
+
+config = RunConfig.of({"model.context": len(ROWS), "batch_size": 1, "parallel.mesh.data": 1})
+experiment = Experiment(config, 2, model=Model())
+batch = Batch(np.zeros((1, len(ROWS) + 1), np.int32), np.zeros(1, np.int32), np.ones(1, np.float32))
+loss = experiment.eval_step(experiment.create_state().params, experiment.parallel.place_batch(batch))[0]
+print(abs(jax.jit(norms)(ROWS) - EXACT).max() < 1e-3, abs(loss / np.logaddexp(0, EXACT).sum() - 1) < 1e-5)
+"""
+
+
+@pytest.mark.slow
+def test_sums_that_a_jaxlib_fuses_wrongly_are_right_in_commands_and_in_users_models():
+    plain, command = (run(*words, program="import flax.linen\n" + FAULT, XLA_FLAGS="") for words in ([], ["command"]))
+    assert plain == [[str(JAXLIB != (0, 10, 2)), "True"]] and command == [["True", "True"]]
+
+
+def test_flag_for_a_faulty_jaxlib_leaves_the_users_alone(monkeypatch):
+    def flags(version, before):
+        monkeypatch.setattr(compilation, "version", lambda _: version)
+        monkeypatch.setenv("XLA_FLAGS", before)
+        compilation.fuse_no_sums()
+        return os.environ["XLA_FLAGS"]
+
+    own = "--xla_cpu_experimental_ynn_fusion_type="
+    assert [flags("0.10.2", before) for before in ("", "--a=b", own)] == [own + "-reduce", f"--a=b {own}-reduce", own]
+    assert flags("0.12.0.1", "") == "" and compilation.compiler_options("cpu", fuses_sums=True) is None
 
 
 FREED = """

@@ -83,8 +83,6 @@ def _main(values, own_process: bool) -> int:
     _tell_of_mixers(model)
     steps = _steps(values.checkpoints, workdir)
     subject = _subject(values, workdir, model, tokenizer, config)
-    if own_process and custom.files() and (fault := compilation.miscompilation()):
-        print(fault, file=sys.stderr)
     examine = _examiner(model, config.seed, subject, values.effects)
     found = {}
     for number, step in enumerate(steps, 1):

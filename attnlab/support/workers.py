@@ -47,6 +47,29 @@ class Interrupted(BaseException):
 
 
 @contextlib.contextmanager
+def lost_signals_sent_again() -> Iterator[None]:
+    """Context in which a signal is sent again after its exception was lost.
+
+    A handler that runs within a callback of the garbage collector, as JAX has one, or within `__del__` raises in vain:
+    Python prints the exception, and goes on.
+    """
+    previous = sys.unraisablehook
+
+    def hook(lost) -> None:
+        if isinstance(lost.exc_value, Interrupted | KeyboardInterrupt):
+            number = lost.exc_value.args[0] if isinstance(lost.exc_value, Interrupted) else signal.SIGINT
+            threading.Timer(POLL, os.kill, (os.getpid(), number)).start()  # after the callback has returned
+        else:
+            previous(lost)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = previous
+
+
+@contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Context of a command in whose main thread SIGINT and SIGTERM raise `Interrupted`."""
 
@@ -56,7 +79,8 @@ def interruptible() -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()  # which alone may handle signals
     before = {number: signal.signal(number, interrupt) for number in SIGNALS} if is_main else {}
     try:
-        yield
+        with lost_signals_sent_again():
+            yield
     except Interrupted:
         print("stopped: the same command goes on from there", file=sys.stderr)
         raise

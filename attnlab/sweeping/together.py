@@ -14,7 +14,6 @@ import jax
 
 from attnlab import commands, compilation
 from attnlab.config import RunConfig
-from attnlab.nn import custom
 from attnlab.support import workers
 from attnlab.support.errors import UserError
 from attnlab.sweeping import grid
@@ -100,8 +99,6 @@ def _program(plans: Sequence[RunPlan], together: str, own_process: bool) -> tupl
     count = auto if together == AUTO else min(int(together), len(plans))
     if count > 1 and program.experiment.parallel.splits_state:
         raise UserError(f"--together={together}: the mesh splits the state of each run: use --together=1")
-    if custom.files() and (fault := compilation.miscompilation()):
-        print(fault)
     if own_process:
         program.experiment.compile_ahead(count if count > 1 else None)
     return program, count

@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from attnlab import compilation
 from attnlab.config import RunConfig
 from attnlab.data.batches import Batch
 from attnlab.nn import sharding
@@ -156,17 +157,20 @@ class Parallel(NamedTuple):
         """Context for a step: disallows implicit transfers, except with `pmap`, which places the batch itself."""
         return jax.transfer_guard("disallow") if self.strategy == "mesh" else contextlib.nullcontext()
 
-    def compile_train(self, steps: Callable, shardings) -> Callable:
-        """Compile `steps(state, batches, fixed, count, axis_name=…)` → (state, metrics); the old state is donated."""
-        return self._compile(steps, (shardings, self.replicated), (None, 0, None, None), donate_argnums=0)
+    def compile_train(self, steps: Callable, shardings, fuses_sums: bool = False) -> Callable:
+        """Compile `steps(state, batches, fixed, count, axis_name=…)` → (state, metrics); the old state is donated.
 
-    def compile_eval(self, step: Callable) -> Callable:
+        `fuses_sums` is for `compilation.compiler_options`; `pmap` has no such options, and follows XLA's flags.
+        """
+        return self._compile(steps, (shardings, self.replicated), (None, 0, None, None), fuses_sums, donate_argnums=0)
+
+    def compile_eval(self, step: Callable, fuses_sums: bool = False) -> Callable:
         """Compile `step(params, batch, axis_name=…)` → sums over the global batch."""
-        return self._compile(step, self.replicated, (None, 0))
+        return self._compile(step, self.replicated, (None, 0), fuses_sums)
 
-    def _compile(self, step, out_shardings, in_axes, **options):
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        prepared = stacks.moved_as_integers if on_cpu else lambda step: step
+    def _compile(self, step, out_shardings, in_axes, fuses_sums, **options):
+        platform = self.mesh.devices.flat[0].platform
+        prepared = stacks.moved_as_integers if platform == "cpu" else lambda step: step
         if self.strategy == "mesh":
             is_split = self.mesh.shape[CONTEXT] > 1
 
@@ -176,6 +180,7 @@ class Parallel(NamedTuple):
                 with nn.logical_axis_rules(RULES), split:
                     return step(*args)
 
+            options["compiler_options"] = compilation.compiler_options(platform, fuses_sums=fuses_sums)
             return jax.jit(prepared(with_rules), out_shardings=out_shardings, **options)
         # The state is not mapped: its shapes are the same on one device, on disk, and with the mesh strategy.
         step, devices = functools.partial(step, axis_name=DATA), self.mesh.devices.ravel().tolist()

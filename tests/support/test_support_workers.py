@@ -1,5 +1,6 @@
 """Processes side by side: how many at a time, how they end, and that none is left behind."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -62,6 +63,21 @@ def test_signal_stops_the_processes(tmp_path, module):
     with pytest.raises(workers.Interrupted), workers.interruptible(), (tmp_path / "lock").open("w") as lock:
         list(workers.run({"waits": [module, "waits"]}, 1, tmp_path / "logs", lock.fileno(), started))
     assert not subprocess.run(["pgrep", "-x", "-f", f".*{module} waits"], capture_output=True).stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_within_a_collection_of_garbage_still_interrupts(number):
+    """Python ignores an exception in a callback of its collector, and JAX has such a callback."""
+
+    def callback(*_):
+        gc.callbacks.remove(callback)
+        signal.raise_signal(number)
+
+    gc.callbacks.append(callback)
+    with pytest.raises(workers.Interrupted) as raised, workers.interruptible():
+        gc.collect()
+        time.sleep(20)
+    assert raised.value.args == (number,)
 
 
 def test_process_ends_when_its_parent_is_killed(tmp_path, module):
