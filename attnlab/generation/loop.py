@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from attnlab.generation import drawing
 from attnlab.generation.drawing import Draw
 from attnlab.nn import GPT
+from attnlab.ops.cross_entropy import loss_of_logits
 from attnlab.types import Array
 
 AHEAD = 64  # most tokens that one loop draws for a text before they are yielded
@@ -56,8 +57,7 @@ def decode_ahead(model: GPT, draw: Draw, end: tuple[int, ...], params, state: St
         )
         logits = logits[:, 0]
         tokens = draw(logits, numbers[:, step], state.seen)
-        scores = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
-        scores = scores.astype(jnp.float32)
+        scores = -loss_of_logits(logits, tokens).astype(jnp.float32)
         write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=step, axis=1)
         place = state.place + state.active
         ended = jnp.isin(tokens, jnp.array(end, jnp.int32)) | (place >= max_tokens)

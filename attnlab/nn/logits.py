@@ -3,10 +3,9 @@
 import functools
 
 import jax.numpy as jnp
-import optax
 
 from attnlab.nn import sharding
-from attnlab.ops.cross_entropy import capped, chunk_size, cross_entropy, without_padding
+from attnlab.ops.cross_entropy import capped, chunk_size, cross_entropy, loss_of_logits
 
 
 def logits(config, x, embed):
@@ -22,6 +21,4 @@ def losses(config, x, targets, embed):
     if chunk < length or jnp.finfo(x.dtype).bits < 32:
         options = {"vocab_size": config.vocab_size, "chunk": chunk, "cap": config.logit_cap}
         return sharding.over_tokens(functools.partial(cross_entropy, **options), x, embed.embedding, targets)
-    found = without_padding(logits(config, x, embed), config.vocab_size)
-    found = optax.softmax_cross_entropy_with_integer_labels(found, targets)
-    return jnp.where((targets >= 0) & (targets < config.vocab_size), found, jnp.nan)  # as in chunks
+    return loss_of_logits(logits(config, x, embed), targets, config.vocab_size)

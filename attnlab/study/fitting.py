@@ -16,6 +16,7 @@ from attnlab.config import Optimizer
 from attnlab.data import corpora, tokenizers
 from attnlab.data.batches import Batch, EvalBatches, TrainBatches
 from attnlab.data.tasks.task_draws import key_of
+from attnlab.ops.cross_entropy import loss_of_logits
 from attnlab.study.report import Advance, ignore
 from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
@@ -128,7 +129,7 @@ def next_token(model: nn.Module) -> dict[str, Callable]:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         if takes_targets:
             return model.apply(variables, inputs, targets=targets).mean()
-        return optax.softmax_cross_entropy_with_integer_labels(model.apply(variables, inputs), targets).mean()
+        return loss_of_logits(model.apply(variables, inputs), targets).mean()
 
     return {"loss": loss, "init": lambda key: model.init(key, jnp.zeros((1, 2), jnp.int32))}
 

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from attnlab.config import RunConfig
 from attnlab.data.batches import Batch
 from attnlab.nn import GPT, sharding, stack_layers
+from attnlab.ops.cross_entropy import loss_of_logits
 from attnlab.training.optimizer import averaged
 from attnlab.types import Array
 
@@ -69,7 +70,7 @@ def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Arr
         options |= {"targets": targets} | _places_of(batch)
         return model.apply({"params": params}, batch.tokens[:, :-1], **options)
     logits = logits_of(model, params, batch, **options)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return loss_of_logits(logits, targets)
 
 
 def logits_of(model: nn.Module, params, batch: Batch, **options) -> Float[Array, "B R V"]:
@@ -246,7 +247,7 @@ def eval_step(model: nn.Module, params, batch: Batch, axis_name: str | None = No
 def _answers(model, params, batch):
     logits = logits_of(model, params, batch)
     counts, targets = counted(batch) * batch.weight[:, None], targets_of(batch)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    losses = loss_of_logits(logits, targets)
     right = logits.argmax(-1) == targets
     return jnp.stack([(x * counts).sum() for x in (losses, jnp.ones_like(losses), right)])
 

@@ -52,6 +52,15 @@ def test_texts_side_by_side_equal_each_alone():
         np.testing.assert_array_equal(row, tokens("learned", prompt, 20, temperature=0.0)[0])
 
 
+def test_log_probabilities_of_equal_large_logits_are_exact():
+    model = GPT.of(**SIZES, num_layers=1)
+    params = jax.tree.map(np.zeros_like, parameters(model, np.zeros((1, 1), np.int32)))
+    params["params"]["final_norm"]["bias"][0] = 128
+    params["params"]["output"]["embedding"][:, 0] = 64  # each logit is 8192, and log 11 more in float32 is off by 3e-4
+    (step,) = decode(model, params, [PROMPTS[0]], 1)
+    np.testing.assert_allclose(step.logprobs, -np.log(11), rtol=1e-6)
+
+
 def test_texts_in_64_bit_mode_are_the_same():
     expected = tokens("rotary", PROMPTS[1], 12, num_samples=2, **DRAWN)
     with jax.enable_x64(True):

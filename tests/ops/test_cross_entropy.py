@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attnlab.ops.cross_entropy import MAX_LOGITS, MAX_NARROW_LOGITS, chunk_size, cross_entropy
+from attnlab.ops.cross_entropy import MAX_LOGITS, MAX_NARROW_LOGITS, chunk_size, cross_entropy, loss_of_logits
 from tests.ops.cases import slow
 
 zeros = functools.partial(np.zeros, dtype=np.float32)
@@ -144,6 +144,28 @@ def test_random_calls_with_padding_and_cap_equal_float64_formulas(float64, chunk
             np.testing.assert_allclose(found, exact, rtol=1e-10, atol=1e-11)
 
 
+def with_offset(losses, logits, targets, offset):
+    """Losses, and gradients of logits that are features of an identity embedding with one more feature, `offset`."""
+    features = jnp.concatenate([logits, jnp.ones((*logits.shape[:-1], 1))], axis=-1)
+    embedding = jnp.eye(VOCAB, VOCAB + 1) + offset * jnp.eye(1, VOCAB + 1, VOCAB)
+    found, back = jax.vjp(lambda features: losses(features, embedding, targets), features)
+    return found, back(jnp.ones_like(found))[0][..., :VOCAB]
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [cross_entropy, functools.partial(cross_entropy, chunk=4), lambda x, e, targets: loss_of_logits(x @ e.T, targets)],
+    ids=["whole", "chunks", "logits"],
+)
+def test_common_offset_of_logits_changes_no_bit(losses):
+    rng = np.random.default_rng(0)
+    logits = rng.integers(-200, 200, (BATCH, LENGTH, VOCAB)).astype(np.float32) / 64  # exact beside the offset
+    targets = rng.integers(0, VOCAB, (BATCH, LENGTH)).astype(np.int32)
+    run = jax.jit(functools.partial(with_offset, losses))
+    for found, expected in zip(run(logits, targets, 10_000.0), run(logits, targets, 0.0), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_huge_logits_keep_losses_and_gradients_finite():
     arguments = inputs(scale=100.0)
     assert np.abs(np.asarray(arguments[0]) @ np.asarray(arguments[1]).T).max() > 1e4
@@ -259,11 +281,11 @@ def test_gradient_holds_logits_of_a_chunk_alone(chunk):
 
 
 @pytest.mark.parametrize("chunk", [LENGTH, 4])
-def test_backward_pass_keeps_lse_inputs_and_logits_of_one_chunk(chunk):
+def test_backward_pass_keeps_max_log_sum_inputs_and_logits_of_one_chunk(chunk):
     features, embedding, targets, _ = inputs(jnp.bfloat16)
     _, back = jax.jit(lambda *x: jax.vjp(lambda *x: cross_entropy(*x, targets, chunk=chunk), *x))(features, embedding)
     kept = [f"{x.dtype}{x.shape}" for x in jax.tree.leaves(back)]
-    expected = ["bfloat16(4, 10, 6)", "bfloat16(21, 6)", "int32(4, 10)", "float32(4, 10)"]
+    expected = ["bfloat16(4, 10, 6)", "bfloat16(21, 6)", "int32(4, 10)", *["float32(4, 10)"] * 2]
     assert sorted(kept) == sorted(expected + ["bfloat16(4, 10, 21)"] * (chunk == LENGTH))
 
 
