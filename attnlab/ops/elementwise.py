@@ -38,7 +38,7 @@ def apply(fn: Callable, coordinates: tuple[Array, ...], arrays: tuple[Array, ...
     used = {id(variable) for equation in jaxpr.eqns for variable in equation.invars} | {id(jaxpr.outvars[0])}
     arrays = tuple(map(jnp.asarray, arrays))  # traced coordinates cannot index NumPy arrays
     points = [x if id(variable) in used else 0 for x, variable in zip(coordinates, jaxpr.invars)]
-    return jnp.vectorize(lambda *point: fn(*point, *arrays))(*points)
+    return jnp.asarray(jnp.vectorize(lambda *point: fn(*point, *arrays))(*points))  # a number if no point is used
 
 
 def without_closure(

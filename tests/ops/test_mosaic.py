@@ -64,6 +64,9 @@ def score_fn(fn, *arrays):
         (mask_fn(lambda i, j, x: x[i, j] > 0, PAIRS), "indexed by pairs"),
         (mask_fn(lambda i, j, x: x[i // 2] > 0, IDS), "indexed by other than b, h, i, j"),
         (mask_fn(lambda i, j, x: x[j] > 0, IDS) | {"kv_positions": IDS, "q_positions": IDS}, "positions that the call"),
+        (mask_fn(lambda i, j, x: x[j] > 0, IDS[:200]), "indexed beyond its 200 entries"),
+        (mask_fn(lambda i, j, x: x[i] > 0, IDS[:1]), "indexed beyond its 1 entries"),
+        ({"mask": MaskFn(lambda b, h, i, j, x: x[h] > 0, IDS[:2])}, "indexed beyond its 2 entries"),
         (mask_fn(lambda i, j, x: x > i, IDS), "an array is taken as a whole"),
         (mask_fn(lambda i, j, x: x.sum() > i, IDS), "not elementwise"),
         (mask_fn(lambda i, j: IDS[i] > 0), "closes over an array"),
@@ -144,6 +147,16 @@ def shifted(s, b, h, i, j):
     return (s - jnp.where(i % 4 == 0, 1e9, jnp.where(i % 4 == 2, 1e5, 0.0))).astype(jnp.float32).astype(s.dtype)
 
 
+def low(s, b, h, i, j):
+    """Some rows all of whose scores are as low as others write for masked ones; ranks and sizes are a scalar's."""
+    lowest = jnp.where(i % 12 == 0, -1e10, jnp.where(i % 12 == 4, -1e30, -3e38)).astype(jnp.float32)
+    return jnp.where((i > j) & (i % 4 != 0), s * (1 + jnp.ndim(s)) / jnp.size(s), lowest)
+
+
+def every_scalar(b, h, i, j):
+    return jnp.ndim(i) == 0
+
+
 DOCUMENTS, IDS_OF_TWO = np.sort(integers(4, 2, 256)), integers(3, 2, 128)
 BLOCKS, HIDDEN = RANDOM.random((1, 4, 3, 3)) < 0.4, RANDOM.random(128) < 0.8
 BLOCKS[0, 0, 2:, :2] = True  # a tile that one head of a group sees whole, and the other in part
@@ -195,6 +208,11 @@ CASES = {
         Shape(queries=200, keys=200, heads=4, kv_heads=2),
         {name: RANDOM.normal(size=shape) for name, shape in ARRAYS.items()},
         lambda **arrays: {"score_mod": (SoftCap(3.0), ScoreFn(score_of_arrays_of_every_kind, *arrays.values()))},
+    ),
+    "rows of low scores, scalars": (
+        Shape(),
+        {"sinks": np.array([0.5, -np.inf])},
+        lambda sinks: {"mask": Causal() & MaskFn(every_scalar), "score_mod": ScoreFn(low), "sinks": sinks},
     ),
     "rows shifted by a billion": (Shape(heads=1), {}, lambda: {"mask": Causal(), "score_mod": ScoreFn(shifted)}),
 }

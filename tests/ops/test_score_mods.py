@@ -35,6 +35,15 @@ def test_mod_equals_its_formula(mod, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("impl", ["dense", "blockwise"])
+@pytest.mark.parametrize("visible", [True, False])
+def test_functions_that_return_numbers_hold_for_all_pairs(impl, visible):
+    q = np.random.default_rng(3).normal(size=(1, 5, 2, 4)).astype(np.float32)
+    terms = {"mask": MaskFn(lambda b, h, i, j: visible), "score_mod": ScoreFn(lambda s, b, h, i, j: 0.5)}
+    expected = np.broadcast_to(q.mean(axis=1, keepdims=True), q.shape) if visible else np.zeros_like(q)
+    np.testing.assert_allclose(attnlab.attention(q, q, q, impl=impl, **terms), expected, atol=1e-6)
+
+
 def test_function_receives_the_example_index():
     q = np.zeros((2, 3, 4, 1, 2), np.float32)  # two batch axes
     mod = ScoreFn(lambda s, b, h, i, j: jnp.where(j == 0, b.astype(float), 0.0))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mg
@@ -18,7 +19,7 @@ from attnlab.ops.mosaic.programs import LOG2E, ROWS, TILE, Program, evaluate, wi
 
 GROUPS = TILE // ROWS  # warpgroups that compute
 WGMMA = mg.Layout.WGMMA
-LOWEST = -3e38  # a running max that no score undercuts; finite, so that LOWEST − LOWEST is 0
+LOWEST = float(np.finfo(np.float32).min)  # a running max that no score undercuts; LOWEST − LOWEST is 0
 # By features of a head, for the forward pass, dq, and dk with dv: columns of a tile, and tiles in flight (on an H100).
 TILES = {64: ((128, 3), (128, 2), (64, 3)), 128: ((128, 2), (64, 2), (64, 2))}
 
@@ -46,6 +47,29 @@ class Plan(NamedTuple):
     def unit(self) -> float:
         """The factor from scores to exponents of 2; mods take scores in logits."""
         return LOG2E * (1.0 if self.mod or self.scale <= 0 else self.scale)
+
+    @property
+    def per_logit(self) -> float:
+        """The unit of a row's max: logits after a mod, else exponents of 2.
+
+        A mod may make scores of any size, as −1e30 in place of a mask: the difference with their max is exact in
+        logits, while a max in exponents is rounded, and 2 to the power of the rounding alone overflows. Scores without
+        a mod are products, and their max in exponents saves an operation a pair; beyond 2³⁰ it would overflow too.
+        """
+        return 1.0 if self.mod else LOG2E
+
+    def maximum(self, scores):
+        """The max of each row of scores."""
+        largest = scores.max(axis=1)
+        return largest if self.mod else largest * self.unit
+
+    def power(self, scores, maximum):
+        """e^(logit − maximum) for scores, or a row's max, and maxima of their shape."""
+        return jnp.exp2((scores - maximum) * self.unit if self.mod else scores * self.unit - maximum)
+
+    def shrink(self, before, after):
+        """The factor of sums over a row whose max has changed."""
+        return jnp.exp2((before - after) * (LOG2E / self.per_logit))
 
     @property
     def learned(self) -> tuple[int, ...]:
@@ -236,7 +260,7 @@ class _List(NamedTuple):
 
 
 def forward(plan: Plan, q, k, v, sinks, lists, operands):
-    """(out `[B, T, H, D]`, max in exponents of 2 and sum `[B, H, T]`)."""
+    """(out `[B, T, H, D]`, max in `plan.per_logit` and sum `[B, H, T]`)."""
     batch, length, heads, size = q.shape
     columns, stages = TILES[size][0]
     shape, blocks = (ROWS, columns), length // TILE
@@ -276,9 +300,9 @@ def forward(plan: Plan, q, k, v, sinks, lists, operands):
                 s = pl.run_scoped(scores, mg.ACC(shape, jnp.float32))
                 mg.barrier_arrive(k_out.at[slot])
                 s = tile.masked(tile.modified(s), -jnp.inf, tiles.is_partial(j))
-                m_next = jnp.maximum(m, s.max(axis=1) * plan.unit)
-                p = jnp.exp2(s * plan.unit - _rows(m_next, shape))
-                shrink = jnp.exp2(m - m_next)
+                m_next = jnp.maximum(m, plan.maximum(s))
+                p = plan.power(s, _rows(m_next, shape))
+                shrink = plan.shrink(m, m_next)
                 acc *= _rows(shrink, acc.shape)
                 l = l * shrink + p.sum(axis=1)
                 acc, l, m_next, p = lax.optimization_barrier((acc, l, m_next, p.astype(v.dtype)))
@@ -301,7 +325,7 @@ def forward(plan: Plan, q, k, v, sinks, lists, operands):
 
             m, l = _vector(LOWEST), _vector(0.0)
             if plan.has_sinks:
-                sink = sinks_ref[b if sinks_ref.shape[0] > 1 else 0, h] * LOG2E
+                sink = jnp.maximum(sinks_ref[b if sinks_ref.shape[0] > 1 else 0, h] * plan.per_logit, LOWEST)
                 m, l = mg.layout_cast(lax.broadcast_in_dim(sink, (ROWS,), []), WGMMA.reduce(1)), _vector(1.0)
             acc, m, l = lax.fori_loop(0, count, step, (_full((ROWS, size), 0.0), m, l))
             pl.when(me == 0)(switch)
@@ -387,7 +411,7 @@ def backward_queries(plan: Plan, q, k, v, do, m, delta, lists, operands):
                 s = _product(q_smem.at[me], k_smem.at[slot].transpose((1, 0)), shape)
                 mg.barrier_wait(v_in.at[slot])
                 s, pull = tile.modified_with_pullback(s)
-                p = tile.masked(jnp.exp2(s * plan.unit - _rows(m, shape)), 0.0, is_partial)
+                p = tile.masked(plan.power(s, _rows(m, shape)), 0.0, is_partial)
                 dp = _product(do_smem.at[me], v_smem.at[slot].transpose((1, 0)), shape)
                 mg.barrier_arrive(v_out.at[slot])
                 ds, d_sums = tile.pulled(pull, p * (dp - _rows(delta, shape)), at, is_partial)
@@ -454,7 +478,7 @@ def backward_keys(plan: Plan, q, k, v, do, m, delta, lists, operands):
                 mg.barrier_wait(q_in.at[slot])
                 s = _product(k_smem.at[me], q_smem.at[slot].transpose((1, 0)), shape)
                 s, pull = tile.modified_with_pullback(s)
-                p = tile.masked(jnp.exp2(s * plan.unit - across(m_smem)), 0.0, is_partial)
+                p = tile.masked(plan.power(s, across(m_smem)), 0.0, is_partial)
                 mg.barrier_wait(do_in.at[slot])
                 of_values = (v_smem.at[me], do_smem.at[slot].transpose((1, 0)))
                 if plan.interpret is not None:

@@ -71,7 +71,7 @@ def _run(plan, q, k, v, sinks, learned, fixed, lists):
     out, m, total = _once(plan, kernels.forward, (q, k, v), others)
     is_visible = total > 0
     log_sum = jnp.where(is_visible, jnp.log(jnp.where(is_visible, total, 1)), -jnp.inf)
-    maximum = jnp.where(is_visible, m / LOG2E, 0)
+    maximum = jnp.where(is_visible, m / plan.per_logit, 0)
     return out, (maximum.swapaxes(1, 2), log_sum.swapaxes(1, 2)), (m, total)
 
 
@@ -91,7 +91,7 @@ def _attention_forward(plan, q, k, v, sinks, learned, fixed, lists):
 def _attention_backward(plan, residuals, cotangents):
     q, k, v, sinks, learned, fixed, lists, out, (m, total) = residuals
     d_out, (_, d_log_sum) = cotangents
-    m, inverse = _normalized(m, total)
+    m, inverse = _normalized(m, total, plan.per_logit)
     d_out, d_log_sum = d_out.astype(jnp.float32), d_log_sum.swapaxes(1, 2)
     delta = (d_out * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
     delta = (delta - jnp.where(total > 0, d_log_sum, 0)) * inverse
@@ -103,19 +103,19 @@ def _attention_backward(plan, residuals, cotangents):
     d_learned = [_like(sums[n], x) for n, x in zip(plan.learned, learned)]
     d_sinks = jnp.zeros_like(sinks)
     if plan.has_sinks:
-        d_sinks = _like(-jnp.exp2(sinks[..., None] * LOG2E - m) * delta, sinks)
+        d_sinks = _like(-plan.shrink(sinks[..., None] * plan.per_logit, m) * delta, sinks)
     return dq, dk, dv, d_sinks, d_learned, None, None
 
 
-def _normalized(m: Array, total: Array) -> tuple[Array, Array]:
-    """(m', c) of max and sum such that p is c·2^(s − m'), where the rows of d_out and δ take the c, and not each p.
+def _normalized(m: Array, total: Array, per_logit: float) -> tuple[Array, Array]:
+    """(m', c) of max and sum such that p is c·e^(s − m'), where the rows of d_out and δ take the c, and not each p.
 
     c is 1 but for rows whose max is so large that float32 would lose log Σ beside it; and 0 for empty rows, of m' +∞.
     """
     is_visible, is_moderate = total > 0, abs(m) < 2**13  # which leaves 2⁻¹¹ of an exponent
     total = jnp.where(is_visible, total, 1)
     c = jnp.where(is_visible, jnp.where(is_moderate, 1, 1 / total), 0)
-    return jnp.where(is_visible, jnp.where(is_moderate, m + jnp.log2(total), m), jnp.inf), c
+    return jnp.where(is_visible, jnp.where(is_moderate, m + jnp.log2(total) * (per_logit / LOG2E), m), jnp.inf), c
 
 
 def _like(x: Array, operand: Array) -> Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Literal
 
 from attnlab.ops import jaxprs
 from attnlab.ops.call import AttentionCall
@@ -96,7 +96,8 @@ def mod_program(call: AttentionCall) -> tuple[Program | None, list[Array]]:
 
 def evaluate(program: ClosedJaxpr, *values):
     """The results of a traced program, inside a kernel."""
-    return jaxprs.evaluate(program, values, _lowered)
+    results = jaxprs.evaluate(program, values, _lowered)
+    return [_full(x, aval.shape) for x, aval in zip(results, program.out_avals)]
 
 
 def with_pullback(trace: Callable, shape: tuple[int, int], learned: tuple[int, ...]) -> tuple[Callable, Callable]:
@@ -172,6 +173,7 @@ class _Tile:
     def __init__(self, call: AttentionCall, shape, q, k, scores=None, values=None):
         self.call, self.shape, self.scores, self.values = call, shape, scores, values
         self.q_index, self.kv_index, self.operands, self._known = q, k, [], {}
+        self._at_point = None  # within a function of scalars: an operand's number → its scalar
 
     @property
     def q_position(self):
@@ -219,11 +221,29 @@ class _Tile:
         return self._operand((id(x.array), size), of_keys, "blocks", size) != 0
 
     def apply(self, fn, coordinates, arrays, kind):
-        """`fn` at all points at once; its arrays are indexed by coordinates alone."""
-        self.coordinates = coordinates[-4:]
-        result = jnp.asarray(fn(*coordinates, *(x.on(self) for x in arrays)))
-        if not jnp.issubdtype(result.dtype, kind):
-            raise RefusedError(f"a function returned {result.dtype}, not {kind.__name__}")
+        """A function of scalars at all points; its arrays are indexed by coordinates alone.
+
+        It is called at one point to find its operands, and is then a function of scalars of these, too.
+        """
+
+        def at_point(coordinates, operand: Callable):
+            self.coordinates, self._at_point = coordinates[-4:], operand
+            try:
+                return fn(*coordinates, *(x.on(self) for x in arrays))
+            finally:
+                self._at_point = None
+
+        values = self.values
+        if values is None:
+            point = tuple(jnp.zeros((), x.dtype) for x in coordinates)
+            at_point(point, lambda number: jnp.zeros((), self.operands[number][0].dtype))
+            values = [jnp.zeros(self.shape, array.dtype) for array, *_ in self.operands]
+        first = len(coordinates)
+        vectorized = jnp.vectorize(lambda *x: at_point(x[:first], lambda number: x[first + number]))
+        result = vectorized(*coordinates, *values)
+        if result.shape != self.shape or not jnp.issubdtype(result.dtype, kind):
+            shape = list(result.shape[len(self.shape) :])
+            raise RefusedError(f"a function returned {result.dtype}{shape}, not one {kind.__name__} scalar")
         return result
 
     def indexed(self, handle: _Handle):
@@ -239,6 +259,10 @@ class _Tile:
             if name in axes and positions is not None:
                 raise RefusedError("an array is indexed by positions that the call gives")
         along = {"q": "queries", "k": "keys"}.get(max(axes, default=""), "")
+        sizes = dict(zip("bhqk", (math.prod(self.call.batch), self.call.num_heads, *self.call.lengths)))
+        for name, size in zip(index, handle.shape):
+            if isinstance(name, str) and size < sizes[name] and not (size == 1 and name in "bh"):
+                raise RefusedError(f"an array is indexed beyond its {size} entries")
 
         def in_order():
             array = handle.array[tuple(slice(None) if isinstance(x, str) else int(x) for x in index)]
@@ -272,6 +296,8 @@ class _Tile:
             if self.values is None:
                 self.operands.append((_as_word(make()), along, rows))
         at = self._known[key]
+        if self._at_point is not None:
+            return self._at_point(at)
         return jnp.zeros(self.shape, self.operands[at][0].dtype) if self.values is None else self.values[at]
 
 
@@ -329,14 +355,21 @@ def _recorded(function: Callable, call: AttentionCall, scores: bool = False) -> 
 def _require_elementwise(closed) -> None:
     if any(isinstance(x, jax.core.Tracer) or np.ndim(x) for x in closed.consts):
         raise RefusedError("a function closes over an array: pass it as an argument")
+    uniform = set()  # variables that repeat one number, which `_lowered` keeps as a scalar
+
+    def repeats(x):
+        return not x.aval.shape or (not isinstance(x, Literal) and x in uniform)
+
     for equation in closed.jaxpr.eqns:
         name = equation.primitive.name
         if name in _CALLS:
             _require_elementwise(jaxprs.inner(equation))
-        elif name in _PLACED:
-            continue
-        elif name not in _ELEMENTWISE or (name == "broadcast_in_dim" and equation.invars[0].aval.shape):
+        elif name == "broadcast_in_dim" and not repeats(equation.invars[0]):
+            raise RefusedError("a function is not elementwise: it has broadcast_in_dim")
+        elif name not in _ELEMENTWISE and name not in _PLACED:
             raise RefusedError(f"a function is not elementwise: it has {name}")
+        elif all(map(repeats, equation.invars)):
+            uniform.update(equation.outvars)
 
 
 def _lowered(equation, values) -> list | None:
@@ -346,7 +379,7 @@ def _lowered(equation, values) -> list | None:
         return jaxprs.evaluate(jaxprs.inner(equation), values, _lowered)
     if name == "tanh":
         return [tanh(values[0])]
-    if name in _PLACED:
+    if name in _PLACED or (name == "broadcast_in_dim" and not jnp.ndim(values[0])):
         return values
     if name == "reshape" and out.shape == equation.invars[0].aval.shape:  # of a derivative on a mesh
         return values
@@ -363,7 +396,11 @@ def _lowered(equation, values) -> list | None:
         which, *cases = values
         return [lax.select_n(which, *map(_as_integer, cases)) != 0]
     shape = jnp.broadcast_shapes(*map(jnp.shape, values))
-    return jaxprs.bind(equation, [jnp.full(shape, x) if shape != jnp.shape(x) else x for x in values])
+    return jaxprs.bind(equation, [_full(x, shape) for x in values])
+
+
+def _full(x, shape):
+    return x if jnp.shape(x) == shape else jnp.full(shape, x)
 
 
 def _as_integer(x):
