@@ -13,7 +13,8 @@ from attnlab.types import DType
 class GRU(CausalMixer):
     """Gated recurrent unit (Cho et al. 2014): n sequential steps, each of O(d²).
 
-    Its cache holds the state `[B, d]`.
+    Its cache holds the state `[B, d]`, in float32 whatever the type of the computation, as a bfloat16 state would no
+    longer move where its changes are below its rounding.
 
     Attributes:
       features: d, width of state and output; None for the input's.
@@ -33,7 +34,8 @@ class GRU(CausalMixer):
         return LayerOut(out, MixerState(last_state))
 
     def init_state(self, batch, features):
-        return MixerState(jnp.zeros((batch, self.features or features), self.dtype or jnp.float32))
+        dtype = jnp.promote_types(self.dtype or jnp.float32, jnp.float32)
+        return MixerState(jnp.zeros((batch, self.features or features), dtype))
 
 
 class _Cell(nn.Module):
@@ -59,7 +61,10 @@ class _Cell(nn.Module):
 
 @jax.custom_vjp
 def _run(inputs, kernel, bias, state, begins, inside):
-    """(Outputs `[T, B, d]`, the last state `[B, d]`), of projected inputs of the gates r, z and n, each `[T, B, d]`."""
+    """(Outputs `[T, B, d]`, the last state `[B, d]`) for projected inputs of the gates r, z and n, each `[T, B, d]`.
+
+    Gates, states and sums have the type of `state`; outputs and the operands of products have the inputs' type.
+    """
     return _forward(inputs, kernel, bias, state, begins, inside)[0]
 
 
@@ -67,12 +72,17 @@ def _forward(inputs, kernel, bias, state, begins, inside):
     def step(state, token):
         inputs, begins, inside = token
         previous = state if begins is None else jnp.where(begins, 0, state)
-        _, z, n, _ = _gates(inputs, previous @ kernel, bias)
+        _, z, n, _ = _gates(inputs, _product(previous, kernel), bias)
         out = (1 - z) * n + z * previous
-        return out if inside is None else jnp.where(inside, out, previous), (out, previous)
+        return out if inside is None else jnp.where(inside, out, previous), (out.astype(kernel.dtype), previous)
 
     last, (out, previous) = jax.lax.scan(step, state, (inputs, begins, inside))
     return (out, last), (inputs, kernel, bias, previous, begins, inside)
+
+
+def _product(x, kernel):
+    """x @ kernel in the kernel's type, with sums in x's."""
+    return jnp.matmul(x.astype(kernel.dtype), kernel, preferred_element_type=x.dtype)
 
 
 def _gates(inputs, hidden, bias):
@@ -85,7 +95,7 @@ def _backward(residuals, cotangents):
     """Gates of all tokens are computed again at once, and the kernel's gradient is one product after the loop."""
     inputs, kernel, bias, previous, begins, inside = residuals
     d_out, d_last = cotangents
-    r, z, n, of_n = _gates(inputs, previous @ kernel, bias)
+    r, z, n, of_n = _gates(inputs, _product(previous, kernel), bias)
 
     def step(d_state, token):
         d_out, (r, z, n, of_n, previous), begins, inside = token
@@ -93,14 +103,16 @@ def _backward(residuals, cotangents):
         d_n = d_out * (1 - z) * (1 - n * n)
         d_r, d_z = d_n * of_n * r * (1 - r), d_out * (previous - n) * z * (1 - z)
         d_hidden = jnp.concatenate([d_r, d_z, d_n * r], axis=-1)
-        d_previous = d_out * z + d_hidden @ kernel.T + (0 if inside is None else jnp.where(inside, 0, d_state))
+        d_previous = d_out * z + _product(d_hidden, kernel.T) + (0 if inside is None else jnp.where(inside, 0, d_state))
         return d_previous if begins is None else jnp.where(begins, 0, d_previous), (d_r, d_z, d_n, d_hidden)
 
     tokens = (d_out, (r, z, n, of_n, previous), begins, inside)
     d_state, (*d_inputs, d_hidden) = jax.lax.scan(step, d_last, tokens, reverse=True)
-    d_kernel = jnp.einsum("tbi,tbj->ij", previous, d_hidden)
+    operands = (y.astype(kernel.dtype) for y in (previous, d_hidden))
+    d_kernel = jnp.einsum("tbi,tbj->ij", *operands, preferred_element_type=previous.dtype)
     d_bias = d_hidden[..., -len(bias) :].sum(axis=(0, 1))
-    return tuple(d_inputs), d_kernel, d_bias, d_state, None, None
+    d_inputs, d_kernel, d_bias = jax.tree.map(lambda y: y.astype(kernel.dtype), (tuple(d_inputs), d_kernel, d_bias))
+    return d_inputs, d_kernel, d_bias, d_state, None, None
 
 
 _run.defvjp(_forward, _backward)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnlab.masks import Causal, SlidingWindow
-from attnlab.nn import CausalConv, LayerOut, MixerState
+from attnlab.nn import GRU, CausalConv, LayerOut, MixerState
 from tests.nn.mixers.cases import ALL, X
 from tests.parameters import parameters
 
@@ -25,12 +25,23 @@ def test_mixer_in_bfloat16_decodes_as_the_full_pass(name):
         assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, cache)
         cache, steps = after, [*steps, np.asarray(out, np.float32)]
     whole = apply(params, x)
-    assert whole.dtype == jnp.bfloat16 and (name == "gru" or cache.state is None or cache.state.dtype == jnp.float32)
+    assert whole.dtype == jnp.bfloat16 and (cache.state is None or cache.state.dtype == jnp.float32)
     exact = np.asarray(jax.jit(ALL[name].apply)(params, X))
     size = np.abs(exact).max()
     np.testing.assert_allclose(np.concatenate(steps, axis=1), np.float32(whole), atol=4 * BF16 * size)
     # Some ten roundings in a row, of inputs, projections, gates and outputs.
     np.testing.assert_allclose(np.float32(whole), exact, atol=10 * BF16 * size)
+
+
+def test_gru_in_bfloat16_approaches_its_limit_by_steps_below_a_rounding():
+    module, x = GRU(1, dtype=jnp.bfloat16), np.ones((1, 1000, 1), np.float32)
+    params = jax.tree.map(np.zeros_like, parameters(module, x))
+    params["params"]["cell"]["iz"]["bias"] += 4.0  # keeps 0.982 of the state at each token
+    params["params"]["cell"]["in"]["bias"] += 3.0
+    out, cache = jax.jit(module.apply)(params, x, cache=module.init_cache(1, 1))
+    assert out.dtype == jnp.bfloat16
+    # float32 errs by 2^-24 a step, of which the factor 0.982 keeps the last 55.
+    np.testing.assert_allclose(cache.state, np.tanh(3), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gated_delta", "conv"])
