@@ -76,6 +76,19 @@ def test_large_models_are_several_files_with_an_index(tmp_path):
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(params_of("phi3")))
     assert all(file.stat().st_size < 41_500 for file in files)  # with their headers
     assert_equal(from_hf(folder)[1], params_of("phi3"))
+    library = pytest.importorskip("safetensors.numpy")
+    first, last = (library.load_file(file) for file in (files[0], files[-1]))
+    stale = {name: np.zeros_like(tensor) for name, tensor in first.items()}
+    library.save_file(last | stale, files[-1], metadata={"format": "pt"})
+    assert_equal(from_hf(folder)[1], params_of("phi3"))  # the index says which file has a tensor
+    library.save_file({}, files[0], metadata={"format": "pt"})
+    with pytest.raises(UserError, match="model-00001-of-.* has no tensor .*model.safetensors.index.json says"):
+        from_hf(folder)
+    library.save_file(first, files[0], metadata={"format": "pt"})
+    (folder / "model.safetensors").touch()
+    with pytest.raises(UserError, match="several has both model.safetensors and model.safetensors.index.json"):
+        from_hf(folder)
+    (folder / "model.safetensors").unlink()
     files[1].unlink()
     with pytest.raises(UserError, match="model-00002-of-.* is missing"):
         from_hf(folder)

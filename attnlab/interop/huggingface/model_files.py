@@ -65,33 +65,42 @@ def read_config(path: Path) -> dict:
 
 
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, or of all safetensors files of a folder, mapped into memory."""
+    """The tensors of a safetensors file, or of a folder as its index assigns them to files, mapped into memory."""
     library, found = extras.require("safetensors", "hf", str(path)), {}
-    for file in weight_files(path):
+    for file, names in weight_files(path).items():
         if not file.is_file():  # a pipe would wait for its writer
             raise UserError(f"{file} is missing: only safetensors files can be read")
         try:
             opened = library.safe_open(file, "numpy")
         except (OSError, library.SafetensorError) as error:
             raise UserError(f"{file} is not a complete safetensors file ({error}): download it again") from error
-        found |= {name: StoredTensor(opened.get_slice(name), f"{file}: {name}") for name in opened.keys()}  # noqa: SIM118
+        stored = set(opened.keys())
+        if absent := sorted(set(names or ()) - stored):
+            raise UserError(f"{file} has no tensor {absent[0]}, which {INDEX} says it holds: download both again")
+        found |= {name: StoredTensor(opened.get_slice(name), f"{file}: {name}") for name in names or sorted(stored)}
     return found
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors file at a path, or the safetensors files of a folder; UserError for a damaged index."""
-    if not path.is_dir():
-        return [path]
+def weight_files(path: Path) -> dict[Path, list[str] | None]:
+    """The safetensors file at a path, or the files of a folder with the tensors to read from each; None for all.
+
+    Raises:
+      UserError: a damaged index, or one beside a model.safetensors that it does not name.
+    """
     index = path / INDEX
-    if not index.exists():
-        return [path / WEIGHTS]
+    if not path.is_dir() or not index.exists():
+        return {path / WEIGHTS if path.is_dir() else path: None}
+    found = {}
     try:
-        names = sorted(set(files.read_json(index)["weight_map"].values()))
-        if odd := [name for name in names if not _SHARD.fullmatch(name)]:
-            raise ValueError(f"it names the file {odd[0]!r}")
+        for tensor, name in files.read_json(index)["weight_map"].items():
+            if not _SHARD.fullmatch(name):
+                raise ValueError(f"it names the file {name!r}")
+            found.setdefault(path / name, []).append(tensor)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is not an index of tensors ({error}): restore it") from error
-    return [path / name for name in names]
+    if (other := path / WEIGHTS) not in found and other.exists():  # which transformers would read
+        raise UserError(f"{path} has both {WEIGHTS} and {INDEX}, which does not name it: remove the one that is older")
+    return found
 
 
 def write_tensors(
