@@ -3,12 +3,11 @@
 A Feistel network of four rounds with Simon's round function (Beaulieu et al. 2013, eprint.iacr.org/2013/404), repeated
 until its result is in range (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). It equals
 `grain.experimental.index_shuffle(index, max_index=size - 1, seed=seed, rounds=4)`, so that runs that were begun with
-Grain continue with the same batches. Where size − 1 is a power of four from 4⁸ on, the last index has the image of the
-first, as in Grain.
+Grain continue with the same batches, except where size − 1 is a power of four from 4⁸ on: there Grain's block is two
+bits too narrow, and its last index has the image of the first.
 """
 
 import functools
-import math
 
 import numpy as np
 
@@ -26,7 +25,7 @@ def permuted(index: np.ndarray, size: int, seed: int) -> np.ndarray:
     """
     if size == 1:
         return index
-    bits = math.ceil(math.log2(size - 1))
+    bits = (size - 1).bit_length()
     half, keys = max(bits + bits % 2, SMALLEST_BLOCK) // 2, _round_keys(seed)
     index = _encrypted(index, half, keys)
     while (outside := index >= size).any():
