@@ -29,9 +29,12 @@ class StopStrings:
 
 
 def cut(text: str, strings: Sequence[str]) -> tuple[str, str | None]:
-    """The text before the first of some strings in it, and that string; the whole text and None without one."""
-    found = [(at, -len(string), string) for string in strings if (at := text.find(string)) >= 0]
-    return (text[: min(found)[0]], min(found)[2]) if found else (text, None)
+    """The text before the string that ends first in it, and that string; the whole text and None without one.
+
+    Of two that end together it is the longer one. So a text that grows is cut at the same place whatever its pieces.
+    """
+    found = [(at + len(string), at, string) for string in strings if (at := text.find(string)) >= 0]
+    return (text[: min(found)[1]], min(found)[2]) if found else (text, None)
 
 
 def before_stop(pieces: Iterable[str], strings: Sequence[str]) -> Iterator[str]:

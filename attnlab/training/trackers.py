@@ -54,7 +54,9 @@ class TensorBoard:
                 from tensorboardX.proto.event_pb2 import Event
             if self._file is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._file = event_file_writer.EventsWriter(str(self._folder / "events"))
+                # tensorboardX names files by whole seconds: two starts within one would write to the same file.
+                suffix = f".{time.time_ns()}"
+                self._file = event_file_writer.EventsWriter(str(self._folder / "events"), suffix)
                 self._file.write_event(Event(file_version="brain.Event:2"))
             for name, value in metrics.items():
                 made = summary.text(name, value) if isinstance(value, str) else summary.scalar(name, value)

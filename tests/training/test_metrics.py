@@ -73,6 +73,15 @@ def test_log_with_events_writes_tensorboard_files(tmp_path):
     assert b"train/loss" in events.read_bytes() and b"En un lugar" in events.read_bytes()
 
 
+def test_starts_within_one_second_write_to_events_of_their_own(tmp_path):
+    for loss in ("first", "second", "third"):
+        tracker = TensorBoard(tmp_path)
+        tracker.log(1, {loss: 2.0})
+        tracker.close()
+    contents = b"".join(events.read_bytes() for events in tmp_path.iterdir())
+    assert all(loss in contents for loss in (b"first", b"second", b"third"))
+
+
 def test_events_do_not_import_pytorch(tmp_path):
     (tmp_path / "torch.py").write_text("print('imported')")
     program = (
