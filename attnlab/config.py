@@ -31,6 +31,7 @@ from attnlab.support.options import (
     option,
     option_values,
     options,
+    validate,
 )
 
 # Fields that may change between two starts: they change how a run computes, not its results. A text may move, as its
@@ -252,14 +253,14 @@ class RunConfig:
         for name in values:
             if name not in known:
                 raise UserError(unknown(name))
-        if named.parse(values.get("data.name", Data.name)) is None:
-            values = {**values, **_data_name(values)}
-        groups = _nested(values)
-        model = groups.pop("model", {})
-        own = {name: model.pop(name, None) for name in ("vocab_size", "scan")}
         dtype = jnp.dtype("bfloat16" if values.get("precision") == "bfloat16" else "float32")
         try:
             check_values({name: known[name] for name in values}, values)
+            if named.parse(values.get("data.name", Data.name)) is None:
+                values = {**values, **_data_name(values)}
+            groups = _nested(values)
+            model = groups.pop("model", {})
+            own = {name: model.pop(name, None) for name in ("vocab_size", "scan")}
             try:
                 model = ModelConfig.of(**model, vocab_size=own["vocab_size"] or 1, dtype=dtype)
             except FieldError as error:
@@ -269,6 +270,7 @@ class RunConfig:
             raise UserError(f"config.{error}") from None
 
     def __post_init__(self):
+        validate(self)
         history, tflops = self.checkpoint.history, self.log.peak_tflops
         if history > self.steps + 1:
             expected = f"expected at most config.steps + 1 = {self.steps + 1}, as step 0 counts"

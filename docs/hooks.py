@@ -8,7 +8,6 @@ import importlib
 import inspect
 import re
 import sys
-import types
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -24,7 +23,7 @@ import lessons  # noqa: E402  (beside this file)
 from attnlab.config import declared  # noqa: E402
 from attnlab.nn.config import KINDS  # noqa: E402
 from attnlab.study import registry  # noqa: E402
-from attnlab.study.running import read_result  # noqa: E402
+from attnlab.study.running import Result, read_result  # noqa: E402
 
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 _PAGES = {  # where the site shows what the README links to outside docs/
@@ -118,7 +117,7 @@ def _mathml(formula: str) -> str:
     return convert(html.unescape(formula[2:-2]), display="block" if display else "inline")
 
 
-def _result(name: str) -> types.SimpleNamespace:
+def _result(name: str) -> Result:
     """The result of a study's run that `make figures` kept."""
     result = read_result(ROOT / "docs" / "images" / "studies" / f"{name}.json")
     if result is None or result.claim != registry.claim(registry.load(name)):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from attnlab import commands, compilation, train
+from attnlab import commands, train
 from attnlab import config as configs
 from attnlab.comparing import measuring, page, replication, report, table
 from attnlab.comparing import protocol as protocols
@@ -174,8 +174,6 @@ def compare(
     arguments = {"seeds": seeds, "tuning_seeds": tuning_seeds, "learning_rates": learning_rates, "tasks": tasks}
     arguments |= {"match": match or "none", "match_length": match_length}
     found = parts(_options(config), variants, Path(workdir), **arguments)
-    if custom.files() and (fault := compilation.miscompilation()):  # which the runs' logs would have alone
-        print(fault)
     options = {"jobs": 0, "together": training_runs.checked(str(together)), "command": "attnlab.comparing.compare"}
     return run(found, Path(workdir), check=check, **options)
 
@@ -381,7 +379,14 @@ def _measure(final, folder: Path, runner: training_runs.Runner) -> dict[str, dic
     for name, error in errors.items():
         if error:
             print(f"{name} failed: {error} (see {logs})", file=sys.stderr)
-    return {name: read_json(file) for name, file in files.items() if file.exists()}
+    return {name: _measurements(file) for name, file in files.items() if file.exists()}
+
+
+def _measurements(file: Path) -> dict:
+    try:
+        return read_json(file)
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON ({error}): delete it, and the same command measures again") from None
 
 
 def _measure_here(name: str, arguments: Sequence[str], logs: Path) -> str:

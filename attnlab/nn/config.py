@@ -30,7 +30,7 @@ from attnlab.nn.remat import REMAT
 from attnlab.nn.rotations import Rotary
 from attnlab.nn.stick_breaking import StickBreakingConfig
 from attnlab.support.names import nearest
-from attnlab.support.options import FieldError, check_values, described, from_values, option, option_values, options
+from attnlab.support.options import FieldError, described, from_values, option, option_values, options, validate
 from attnlab.types import DType
 
 _ATTENTION = (AttentionConfig, LocalConfig, ForgetConfig, DifferentialConfig, LatentConfig)
@@ -116,7 +116,7 @@ class ModelConfig:
         return from_values(cls, values | {"layers": (layers,) if isinstance(layers, LayerConfig) else tuple(layers)})
 
     def __post_init__(self):
-        check_values(options(ModelConfig), vars(self))
+        validate(self)
         if not self.layers or not all(isinstance(layer, LayerConfig) for layer in self.layers):
             raise FieldError("layers", self.layers, "expected one LayerConfig or more, e.g. AttentionConfig()")
         _check_model(self)

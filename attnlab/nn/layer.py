@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from attnlab.nn.checks import MaskLike, check_lengths, check_segments
 from attnlab.ops.checks import known_keywords
 from attnlab.ops.masks import Mask
-from attnlab.support.options import FieldError, check_values, options
+from attnlab.support.options import FieldError, validate
 from attnlab.types import Array
 
 
@@ -215,9 +215,8 @@ class LayerConfig:
         dataclasses.dataclass(frozen=True)(cls)
 
     def __post_init__(self):
-        declared = {name: each for name, each in options(type(self)).items() if "." not in name}
         try:
-            check_values(declared, vars(self))
+            validate(self)
         except FieldError as error:
             raise error.within(self.kind) from None
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from attnlab.support.options import FieldError, check_values, option, options
+from attnlab.support.options import FieldError, option, validate
 from attnlab.types import Array
 
 SCALINGS = ("none", "linear", "llama3", "yarn")
@@ -52,7 +52,7 @@ class Rotary:
         return int(head_dim * self.fraction)
 
     def __post_init__(self):
-        check_values(options(Rotary), vars(self))
+        validate(self)
 
     def check(self, head_dim: int) -> None:
         """Raise FieldError unless heads of `head_dim` features can be rotated by these options."""
@@ -70,6 +70,9 @@ class Rotary:
             if self.slow_turns >= self._fast_turns:
                 expected = f"expected a number below fast_turns = {self._fast_turns}"
                 raise FieldError("slow_turns", self.slow_turns, expected)
+        if self.scaling != "none" and self.factor == 1 and self.attention_factor in (None, 1):
+            expected = "it has no effect with factor = 1: choose a factor above 1, or leave it at 'none'"
+            raise FieldError("scaling", self.scaling, expected)
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Radians per position of each pair, float32 `[R/2]`; FieldError as for `check`."""

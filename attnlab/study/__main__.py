@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     argv = list(sys.argv if argv is None else argv)
     os.environ.setdefault("MPLBACKEND", "agg")
-    words = [at for at in range(1, len(argv)) if argv[at][0] != "-" and argv[at - 1] not in VALUED]
+    words = [at for at in range(1, len(argv)) if argv[at][:1] != "-" and argv[at - 1] not in VALUED]
     if not words:
         claims = (f"  {name:<16}{shipped.summary(file)}" for name, file in shipped.files("studies").items())
         print("\n".join([(__doc__ or "").strip(), "", "Studies and their claims:", *claims]))

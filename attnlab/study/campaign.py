@@ -12,11 +12,11 @@ import sys
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
-from types import SimpleNamespace
 
 from absl import flags
 
 from attnlab.study import registry, running
+from attnlab.study.running import Result
 from attnlab.support import documents, paths, workers
 from attnlab.support.errors import UserError
 
@@ -67,7 +67,7 @@ def run(values) -> int:
     return 1 if failed else 0
 
 
-def _line(name: str, result: SimpleNamespace | str | None) -> str:
+def _line(name: str, result: Result | str | None) -> str:
     """How a study ended, in one line: its result, or its error; None before it has run."""
     if not result or isinstance(result, str):
         return f"{name:<14} failed: {result}" if result else f"{name:<14} not run yet"
@@ -75,7 +75,7 @@ def _line(name: str, result: SimpleNamespace | str | None) -> str:
     return f"{name:<14} {held:<14} {result.seconds:5.0f} s   {result.claim}"
 
 
-def _write(ended: Mapping[str, SimpleNamespace | str | None], folder: Path) -> None:
+def _write(ended: Mapping[str, Result | str | None], folder: Path) -> None:
     """Write the report: how each study ended, and each with its figure."""
     ran = [result for result in ended.values() if result and not isinstance(result, str)]
     failed = sum(isinstance(result, str) for result in ended.values())
@@ -88,7 +88,7 @@ def _write(ended: Mapping[str, SimpleNamespace | str | None], folder: Path) -> N
     paths.write_text(folder / REPORT, documents.document(Path(__file__).parent, parts))
 
 
-def _section(result: SimpleNamespace, folder: Path) -> str:
+def _section(result: Result, folder: Path) -> str:
     name, setup, caption = map(escape, (result.name, result.setup, result.caption))
     parts = "".join(f"<li>{'held' if held else '<b>failed</b>'}: {escape(text)}</li>" for held, text in result.parts)
     figure = base64.b64encode((folder / f"{result.name}.png").read_bytes()).decode()

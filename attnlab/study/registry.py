@@ -44,7 +44,8 @@ def _import_file(path: Path) -> ModuleType:
     study = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up annotations there
     sys.path.insert(0, str(path.resolve().parent))  # its neighbours can be imported, as by `python path`
     with_errors_named(str(path), lambda: spec.loader.exec_module(study))
-    if not _documented(study).__doc__ or not all(callable(getattr(study, part, None)) for part in PARTS):
+    docstring = (_documented(study).__doc__ or "").strip()
+    if not docstring or not all(callable(getattr(study, part, None)) for part in PARTS):
         raise UserError(f"{path} is not a study: expected {FORM}")
     return study
 
@@ -53,7 +54,7 @@ def with_errors_named(study: str, call):
     """The result of a call; an error in a user's study is one line with its place, one in attnlab's is a bug."""
     try:
         return call()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, UserError) or not study.endswith(".py"):
             raise
         frames = traceback.extract_tb(error.__traceback__)

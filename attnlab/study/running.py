@@ -7,8 +7,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from typing import NamedTuple
 
 import jax
 from absl import flags
@@ -23,9 +25,40 @@ from attnlab.support.progress import Progress
 RESULT, VERDICT = "result.json", "verdict.txt"
 
 
-def read_result(file: Path) -> SimpleNamespace | None:
-    """The content of a result's file, as `_result` writes it; None where there is no such file."""
-    return SimpleNamespace(**files.read_json(file)) if file.exists() else None
+class Result(NamedTuple):
+    """The content of result.json.
+
+    Attributes:
+      claim, setup: the first line of the study's docstring, and the others.
+      path: the text that the study ran on, "" for the default text.
+      held: whether all parts of the claim did.
+      parts: whether each part of the claim held, and the measurement in words.
+      seeds: 0 where the rows name none.
+      rows: their number.
+    """
+
+    name: str
+    claim: str
+    setup: str
+    fast: bool
+    path: str
+    held: bool
+    parts: Sequence[tuple[bool, str]]
+    seeds: int
+    rows: int
+    seconds: float
+    date: str
+    machine: str
+    versions: dict[str, str]
+    caption: str = ""
+
+
+def read_result(file: Path) -> Result | None:
+    """The result in a file; None where there is no such file, and UserError where it is damaged."""
+    try:
+        return Result(**files.read_json(file)) if file.exists() else None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file} is not a study's result ({error}): delete it, and run the study again") from error
 
 
 class StudyProgress(Progress):
@@ -73,10 +106,10 @@ def run(name_or_file: str, values) -> int:
         result = _result(study, name, values, rows, verdict, time.perf_counter() - start)
         paths.write_csv(folder / f"{name}.csv", rows)
         paths.write_figure(folder / f"{name}.png", figure)
-        paths.write_text(folder / VERDICT, f"{result['claim']}\n{verdict}\n")
-        paths.write_text(folder / RESULT, json.dumps(result, ensure_ascii=False, indent=1) + "\n")
+        paths.write_text(folder / VERDICT, f"{result.claim}\n{verdict}\n")
+        paths.write_text(folder / RESULT, json.dumps(result._asdict(), ensure_ascii=False, indent=1) + "\n")
     print(verdict)
-    print(f"{len(rows)} rows and the figure are in {folder} ({result['seconds']:.0f} s)")
+    print(f"{len(rows)} rows and the figure are in {folder} ({result.seconds:.0f} s)")
     return 0
 
 
@@ -94,20 +127,20 @@ def one_device_per_core() -> None:
             jax.config.update("jax_num_cpu_devices", provenance.cores())
 
 
-def _result(study: ModuleType, name: str, values, rows, verdict: Verdict, seconds: float) -> dict:
-    return {
-        "name": name,
-        "claim": registry.claim(study),  # the first line of the docstring
-        "setup": "\n".join(study.__doc__.strip().splitlines()[1:]).strip(),  # the rest of it
-        "fast": values.fast,
-        "path": values.path,  # the text that the study ran on, "" for the default text
-        "held": verdict.held,
-        "parts": verdict.parts,  # of the claim: whether each held, and the measurement
-        "seeds": len({row["seed"] for row in rows if "seed" in row}),  # 0 where the rows name none
-        "rows": len(rows),
-        "seconds": round(seconds, 1),
-        "date": datetime.date.today().isoformat(),
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "caption": inspect.getdoc(study.draw) or "",
-    }
+def _result(study: ModuleType, name: str, values, rows, verdict: Verdict, seconds: float) -> Result:
+    return Result(
+        name=name,
+        claim=registry.claim(study),
+        setup="\n".join(study.__doc__.strip().splitlines()[1:]).strip(),
+        fast=values.fast,
+        path=values.path,
+        held=verdict.held,
+        parts=verdict.parts,
+        seeds=len({row["seed"] for row in rows if "seed" in row}),
+        rows=len(rows),
+        seconds=round(seconds, 1),
+        date=datetime.date.today().isoformat(),
+        machine=provenance.machine(),
+        versions=provenance.versions(),
+        caption=inspect.getdoc(study.draw) or "",
+    )

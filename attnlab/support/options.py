@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import numbers
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -63,11 +64,19 @@ class Option(NamedTuple):
             return f"expected one of {', '.join(self.choices)}{nearest(value, self.choices)}"
         if isinstance(value, bool | str):
             return ""
+        if self.low is None and not abs(value) <= sys.float_info.max:
+            return "expected a finite number"
         if self.low is not None and self.high is None:
             return "" if self.low <= value < 2**31 else f"expected {self.low} or more, below 2^31"
         if self.low is not None and not self.low <= value <= self.high:
             return f"expected a number from {self.low:g} to {self.high:.9g}"  # below 1 for 0.9999999
         return ""
+
+    def plain(self, value) -> Any:
+        """A valid value as Python's own type, which JSON can hold: NumPy's numbers as int and float."""
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            return value
+        return int(value) if self.types[0] is int else float(value)
 
 
 def option(doc: str, default=_REQUIRED, *, low=None, high=None, choices=(), needs=None):
@@ -91,7 +100,7 @@ def options(declaring: type) -> dict[str, Option]:
         if "option" in field.metadata:
             accepted = typing.get_args(field.type) or (field.type,)  # of a union, or one
             found[field.name] = field.metadata["option"]._replace(types=accepted, default=field.default)
-        elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
+        elif _is_group(field):
             found |= {f"{field.name}.{name}": each for name, each in options(field.type).items()}
     return found
 
@@ -103,20 +112,46 @@ def check_values(declared: Mapping[str, Option], values: Mapping[str, Any]) -> N
             raise FieldError(name, values[name], expected)
 
 
+def validate(record) -> None:
+    """Check the options of a frozen dataclass's instance, and of its groups; its numbers become Python's own.
+
+    Raises:
+      FieldError: the first invalid value.
+    """
+    declared = {name: each for name, each in options(type(record)).items() if "." not in name}
+    check_values(declared, vars(record))
+    for name, each in declared.items():
+        object.__setattr__(record, name, each.plain(getattr(record, name)))
+    for field in dataclasses.fields(record):
+        if _is_group(field):
+            group = getattr(record, field.name)
+            if not isinstance(group, field.type):
+                raise FieldError(field.name, group, f"expected {field.type.__name__}(…)")
+            try:
+                validate(group)
+            except FieldError as error:
+                raise error.within(field.name) from None
+
+
+def _is_group(field: dataclasses.Field) -> bool:
+    """Whether a field holds a group of options."""
+    return "option" not in field.metadata and isinstance(field.type, type) and dataclasses.is_dataclass(field.type)
+
+
 def from_values(declaring: type, values: Mapping[str, Any]):
     """An instance of a dataclass with these values, where a group of options is a mapping; FieldError for others."""
-    fields, declared = {field.name: field.type for field in dataclasses.fields(declaring)}, options(declaring)
-    converted = {}
+    fields = {field.name: field for field in dataclasses.fields(declaring)}
+    declared, converted = options(declaring), dict(values)
     for name, value in values.items():
         if name not in fields:
             raise FieldError(name, value, f"no such option{nearest(name, fields)}: expected one of {', '.join(fields)}")
-        if isinstance(value, Mapping):
+        if name in declared and not declared[name].problem(value):
+            converted[name] = declared[name].plain(value)
+        if isinstance(value, Mapping) and _is_group(fields[name]):
             try:
-                value = from_values(fields[name], value)
+                converted[name] = from_values(fields[name].type, value)
             except FieldError as error:
                 raise error.within(name) from None
-        is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        converted[name] = float(value) if is_number and name in declared and declared[name].types[0] is float else value
     return declaring(**converted)
 
 

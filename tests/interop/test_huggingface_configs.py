@@ -60,6 +60,8 @@ ROTARY = {
     "old base": ({"rope_theta": 5e5}, Rotary(5e5)),
     "new base": ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, Rotary(5e5)),
     "old linear": ({"rope_scaling": {"type": "linear", "factor": 2}}, Rotary(scaling="linear", factor=2.0)),
+    "a factor of 1": ({"rope_scaling": {"type": "linear", "factor": 1}}, Rotary()),
+    "yarn of factor 1": ({"rope_scaling": YARN | {"factor": 1.0}}, Rotary()),
     "both names": (
         {"rope_scaling": {"rope_type": "llama3", "type": "llama3", **LLAMA3}, "rope_theta": 5e5},
         Rotary(5e5, scaling="llama3", factor=8.0, original_context=64, slow_turns=2.0),
@@ -157,6 +159,7 @@ REFUSED = {
     "activation": ("llama", {"hidden_act": "mish"}, "hidden_act = 'mish'"),
     "size": ("llama", {"hidden_size": None}, "hidden_size = None"),
     "epsilon": ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps = 'small'"),
+    "huge base": ("llama", {"rope_theta": 10**400}, "rope_theta = 1000.* number above 0, at most"),
     "large epsilon": ("mamba2", {"layer_norm_epsilon": 2}, "layer_norm_epsilon = 2 in its config, .*at most 1"),
     "flag": ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1"),
     "heads": ("llama", {"num_attention_heads": 7}, "num_attention_heads = 7 .*hidden_size = 48"),

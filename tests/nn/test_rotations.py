@@ -73,6 +73,8 @@ def test_rotary_yarn_between_is_linear_in_pairs():
         ({"fraction": 0.2}, "fraction = 0.2: rotates 3 of the 16 features"),
         ({"factor": 0.5}, "factor = 0.5"),
         ({"scaling": "yarn"}, "original_context = 0: 'yarn'"),
+        ({"scaling": "linear"}, "scaling = 'linear': it has no effect with factor = 1"),
+        ({"scaling": "llama3", "original_context": 9}, "scaling = 'llama3': it has no effect with factor = 1"),
         ({"scaling": "llama3", "slow_turns": 4.0, "original_context": 9}, "slow_turns = 4.0: .*fast_turns = 4"),
     ],
 )

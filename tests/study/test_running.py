@@ -71,11 +71,16 @@ def test_study_of_a_user_shows_its_docstring_as_help(mine, capsys):
         ("def measure(", "mine.py: SyntaxError: '(' was never closed (mine.py, line 1)"),
         ("import nowhere", "mine.py, line 1: ModuleNotFoundError: "),
         ("x = 1", "mine.py is not a study: expected a Python file with a docstring"),
+        (
+            MINE.replace(MINE[3 : MINE.index("import")], '   """\n'),
+            "mine.py is not a study: expected a Python file with",
+        ),
+        (MINE.replace("rows = [", "raise SystemExit(0)\n    rows = ["), "line 13: SystemExit: 0"),
         ('"""A claim."""', "mine.py is not a study: expected a Python file with a docstring"),
         (MINE.replace("(seed + 2) ** 2", "1 // seed"), "line 13: ZeroDivisionError: integer"),
         (MINE.replace("return plots", "plots"), "None: expected rows, a Verdict and a figure"),
     ],
-    ids=["syntax", "import", "docstring", "part", "measure", "no figure"],
+    ids=["syntax", "import", "docstring", "blank docstring", "exit", "part", "measure", "no figure"],
 )
 def test_fault_of_a_user_study_is_one_line(tmp_path, mine, capsys, content, message):
     mine.write_text(content, encoding="utf-8")
@@ -86,8 +91,18 @@ def test_fault_of_a_user_study_is_one_line(tmp_path, mine, capsys, content, mess
 
 
 def test_missing_file_is_one_line(tmp_path, capsys):
-    assert run(tmp_path / "none.py") == 2
-    assert "none.py: no such file; expected a study" in capsys.readouterr().err
+    assert run(tmp_path / "none.py") == run("") == 2
+    assert "none.py: no such file; expected a study" in (printed := capsys.readouterr().err)
+    assert "'' is not a study: expected one of" in printed
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"name": "mine"'])
+def test_damaged_result_is_one_line(tmp_path, mine, capsys, content):
+    (tmp_path / "out" / "mine").mkdir(parents=True)
+    (tmp_path / "out" / "mine" / "result.json").write_text(content)
+    assert run("all", f"--only={mine}", "--out", tmp_path / "out") == 2
+    printed = capsys.readouterr().err
+    assert "mine/result.json is not a study's result (" in printed and printed.count("\n") == 1
 
 
 def test_study_killed_while_it_wrote_runs_again_and_writes_its_result_last(tmp_path, mine, monkeypatch):

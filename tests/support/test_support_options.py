@@ -1,6 +1,7 @@
 """Options: declared once; everything else derives from them."""
 
 import dataclasses
+import json
 import re
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from attnlab import config as configs
 from attnlab import train
 from attnlab.nn import ModelConfig
+from attnlab.support.errors import UserError
 from attnlab.support.options import FieldError, check_values, option, options
 
 
@@ -57,6 +59,37 @@ def test_every_field_of_a_config_is_declared_and_valid():
     declared = configs.declared()
     assert configs.completed(configs.default()) == configs.RunConfig() == configs.RunConfig.of({})
     assert configs.RunConfig().fields == {name: declared[name].default for name in configs.RunConfig().fields}
+
+
+def test_numbers_of_numpy_become_numbers_that_json_holds(own_errors):
+    values = {"steps": np.int64(7), "optimizer.learning_rate": np.float32(0.5), "model.width": np.int32(8)}
+    values |= {"model.mlp_ratio": np.float64(2), "model.attention.rotary.base": np.int64(50)}
+    numbers = {int: np.int64, float: np.float64}
+    for config in (
+        configs.RunConfig.of(values),
+        configs.RunConfig(steps=np.int64(7), optimizer=configs.Optimizer(learning_rate=np.float32(0.5))),
+        configs.RunConfig(model=ModelConfig(width=np.int32(8), mlp_ratio=np.float64(2))),
+        configs.RunConfig.of({n: numbers.get(type(x), type(x))(x) for n, x in configs.RunConfig().fields.items() if x}),
+    ):
+        assert configs.from_json(json.loads(configs.to_json(config))).fields == config.fields
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("data.name", 3), ("steps", {"a": 1}), ("model.width", {"a": 1}), ("data.validation_fraction", 10**400)],
+)
+def test_value_of_another_type_raises_one_line(own_errors, name, value):
+    with pytest.raises(UserError, match=rf"^config\.{re.escape(name)} = .*: expected a "):
+        configs.RunConfig.of({name: value})
+
+
+def test_group_of_options_may_be_no_number_and_an_option_no_dictionary(own_errors):
+    with pytest.raises(FieldError, match=r"^width = \{'a': 1\}: expected a value like 128"):
+        ModelConfig.of(width={"a": 1})
+    with pytest.raises(FieldError, match=r"^attention\.rotary = 3: expected Rotary\(…\)$"):
+        ModelConfig.of(attention={"rotary": 3})
+    with pytest.raises(FieldError, match=r"^optimizer = 3: expected Optimizer\(…\)$"):
+        configs.RunConfig(optimizer=3)
 
 
 def test_help_has_a_sentence_for_every_option(capsys):

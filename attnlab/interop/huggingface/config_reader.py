@@ -1,6 +1,6 @@
 """Options in a config.json: typed, with the defaults of `transformers`, and errors that name them."""
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,11 +97,11 @@ class ConfigReader:
     def optional_integer(self, option: str, default: int | None = None) -> int | None:
         return None if self.get(option, default) is None else self.integer(option)
 
-    def number(self, option: str, default: float | None = None, *, high: float = math.inf) -> float:
-        """A finite number above 0, and at most `high`."""
+    def number(self, option: str, default: float | None = None, *, high: float = sys.float_info.max) -> float:
+        """A number above 0, and at most `high`."""
         value = self.get(option, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= high or value == math.inf:
-            raise self.error(option, "a number above 0" if high == math.inf else f"a number above 0, at most {high}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= high:
+            raise self.error(option, f"a number above 0, at most {high:g}")
         return float(value)
 
     def optional_number(self, option: str, default: float | None = None) -> float | None:

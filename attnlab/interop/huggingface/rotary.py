@@ -70,12 +70,12 @@ def _rotary(hf: ConfigReader, rope: ConfigReader, partial: bool = False) -> Rota
     if factor < 1:
         raise rope.error("factor", "1 or more")
     if kind == "linear":
-        return dataclasses.replace(rotary, scaling=kind, factor=factor)
+        return rotary if factor == 1 else dataclasses.replace(rotary, scaling=kind, factor=factor)
     name = "original_max_position_embeddings"  # in either place, the outer one first, as in transformers
     whole = hf.integer("max_position_embeddings")
     slow, fast = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
     fast_turns = rope.number_or_off(fast) or _FAST_TURNS[kind]
-    rotary = dataclasses.replace(
+    scaled = dataclasses.replace(
         rotary,
         scaling=kind,
         factor=factor,
@@ -83,10 +83,10 @@ def _rotary(hf: ConfigReader, rope: ConfigReader, partial: bool = False) -> Rota
         slow_turns=rope.number_or_off(slow) or 1.0,
         fast_turns=None if fast_turns == _FAST_TURNS[kind] else fast_turns,
     )
-    if kind == "llama3":
-        return rotary
-    truncate = rope.get("truncate") is None or rope.flag("truncate")
-    return dataclasses.replace(rotary, attention_factor=_attention_factor(rope), truncate=truncate)
+    if kind == "yarn":
+        truncate = rope.get("truncate") is None or rope.flag("truncate")
+        scaled = dataclasses.replace(scaled, attention_factor=_attention_factor(rope), truncate=truncate)
+    return rotary if factor == 1 and scaled.amplitude == 1 else scaled
 
 
 def _fraction(hf: ConfigReader, rope: ConfigReader, kind: str, partial: bool) -> float:
