@@ -13,7 +13,6 @@ from pathlib import Path
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from attnlab import compilation
 from attnlab.config import declared, find, unknown, variants
 from attnlab.nn import custom
 from attnlab.nn.config import KINDS
@@ -102,9 +101,8 @@ def explained(error: BaseException) -> str | None:
 
 
 def prepare_output() -> None:
-    """Set up the streams, signals, warnings and compiler of a process that is a command."""
+    """Set up the streams, signals and warnings of a process that is a command."""
     status.open_streams()
-    compilation.fuse_no_sums()
     if signal.getsignal(signal.SIGINT) is status.end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.set_verbosity(logging.FATAL)  # Orbax and TFDS log a lot, and raise what they log as errors

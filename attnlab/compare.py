@@ -25,7 +25,7 @@ from pathlib import Path
 
 from absl import flags
 
-from attnlab import commands
+from attnlab import commands, compilation
 from attnlab.comparing import comparison, replication
 from attnlab.comparing.report import Part
 from attnlab.comparing.variants import SIZES, fields_of_file, parse, size
@@ -74,6 +74,7 @@ def _define(values, argv) -> None:
 
 
 def _main(values, argv: list[str]) -> int:
+    compilation.fuse_no_sums()  # layers are checked here
     _, name = commands.config_of(values)
     options = shared_options(argv, FLAGS)
     file = values.variants or commands.given(argv, "config")[-1].partition(":")[0]

@@ -26,7 +26,10 @@ LIMIT = 2 << 30  # bytes of attnlab's own folder, beyond which the oldest entrie
 
 
 def fuse_no_sums() -> None:
-    """Set a flag of XLA for this process and those that it starts, unless the user has set it; JAX must be idle yet."""
+    """Set a flag of XLA for this process and those that it starts, unless the user has set it; JAX must be idle yet.
+
+    For commands that compute with attnlab; `conform` and `bench` compile as users do.
+    """
     flags = os.environ.get("XLA_FLAGS", "")
     if version("jaxlib") in FAULTY and FUSIONS not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{FUSIONS}=-reduce".strip()
@@ -40,11 +43,12 @@ def compiler_options(platform: str, *, fuses_sums: bool) -> dict[str, str] | Non
 
 
 def keep_programs() -> Path | None:
-    """Enable the cache, and return its folder; None when the cache is disabled.
+    """Enable the cache, and return its folder; None when the cache is disabled. Calls `fuse_no_sums`.
 
     The folder is JAX_COMPILATION_CACHE_DIR, else attnlab/ in the user's cache folder (XDG_CACHE_HOME, ~/.cache), with a
     subfolder per processor type. JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
     """
+    fuse_no_sums()
     if not jax.config.jax_enable_compilation_cache:
         return None
     folder = jax.config.jax_compilation_cache_dir

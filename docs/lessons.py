@@ -12,6 +12,8 @@ import nbformat
 from PIL import Image
 from traitlets.config import Config
 
+from attnlab import compilation
+
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 SECONDS_A_CELL = 900
 LOCAL = Config({"KernelManager": {"transport": "ipc"}})  # the kernel warns of TCP, which others can read
@@ -97,6 +99,7 @@ def main(names: list[str]) -> None:
     sources = {source.stem: source for source in sorted(NOTEBOOKS.glob("*.ipynb"))}
     if unknown := sorted(set(names) - set(sources)):
         sys.exit(f"error: no lesson {unknown[0]!r}: expected one of {', '.join(sources)}")
+    compilation.fuse_no_sums()
     for name in names or sources:
         start = time.monotonic()
         execute(sources[name])

@@ -60,10 +60,14 @@ def pytest_configure(config):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def same_precision_on_every_machine():
-    """`config.precision = "auto"` is float32 in this process; processes that tests start are told so by an option."""
+def same_precision_and_flags_on_every_machine():
+    """`config.precision = "auto"` is float32 in this process; processes that tests start are told so by an option.
+
+    XLA_FLAGS are a part of the names of cached programs, so no command changes them here.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attnlab.training.precision._cpu_flags", set)
+        patch.setattr("attnlab.compilation.FAULTY", ())
         yield
 
 

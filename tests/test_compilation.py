@@ -84,13 +84,13 @@ def test_entries_beyond_the_limit_are_deleted_from_the_oldest(tmp_path):
 FAULT = """
 import os, sys
 import jax, jax.numpy as jnp, numpy as np
-from attnlab import commands, compilation
+from attnlab import compilation
 from attnlab.config import RunConfig
 from attnlab.data.batches import Batch
 from attnlab.training.experiment import Experiment
 
 if "command" in sys.argv:
-    commands.prepare_output()
+    compilation.keep_programs()
 ROWS = np.random.default_rng(0).standard_normal((32_769, 3)).astype(np.float32)
 EXACT = (ROWS.astype(np.float64) ** 2).sum(1)
 
@@ -119,6 +119,8 @@ def test_sums_that_a_jaxlib_fuses_wrongly_are_right_in_commands_and_in_users_mod
 
 
 def test_flag_for_a_faulty_jaxlib_leaves_the_users_alone(monkeypatch):
+    monkeypatch.setattr(compilation, "FAULTY", ("0.10.2",))
+
     def flags(version, before):
         monkeypatch.setattr(compilation, "version", lambda _: version)
         monkeypatch.setenv("XLA_FLAGS", before)

@@ -8,7 +8,6 @@ from attnlab.comparing import measuring
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, with compiled programs that other processes find; returns the exit code."""
-    compilation.fuse_no_sums()
     compilation.keep_programs()
     return measuring.main(argv)
 

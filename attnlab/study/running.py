@@ -16,6 +16,7 @@ import jax
 from absl import flags
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 
+from attnlab import compilation
 from attnlab.study import registry
 from attnlab.study.report import Options, Verdict
 from attnlab.support import files, paths, provenance
@@ -97,6 +98,7 @@ def run(name_or_file: str, values) -> int:
 
     with paths.claim(folder, "--out", foreign):
         print(registry.claim(study), flush=True)
+        compilation.fuse_no_sums()
         one_device_per_core()
         start = time.perf_counter()
         rows, verdict, figure = registry.with_errors_named(name_or_file, lambda: _measured(study, values))

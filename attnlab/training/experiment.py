@@ -274,8 +274,8 @@ class Experiment:
 def _gains_by_fused_sums(layer: LayerConfig) -> bool:
     """Whether XLA's fused sums, which jaxlib 0.10.2 may compute wrongly on CPUs, are worth more than 3 % of the speed.
 
-    Without them a step of the quickstart takes 1.05 to 1.09 of its time with attention, 1.04 to 1.17 with `gru`; with
-    the recurrences and stick-breaking attention 0.89 to 1.03 (two cores of an Intel Xeon, float32 and bfloat16).
+    Without them a step of the quickstart takes 1.05 to 1.12 of its time with attention, 1.03 to 1.18 with `gru`; with
+    recurrences and stick-breaking attention 0.89 to 1.03 (two cores of an Intel Xeon, float32 and bfloat16).
     """
     if type(layer) is GRUConfig:
         return True
