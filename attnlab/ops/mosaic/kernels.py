@@ -69,7 +69,7 @@ class Plan(NamedTuple):
 
     def shrink(self, before, after):
         """The factor of sums over a row whose max has changed."""
-        return jnp.exp2((before - after) * (LOG2E / self.per_logit))
+        return jnp.exp2((before - after) * LOG2E if self.mod else before - after)
 
     @property
     def learned(self) -> tuple[int, ...]:
