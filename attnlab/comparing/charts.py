@@ -4,8 +4,8 @@ import io
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 from attnlab.support import documents, extras
 
@@ -57,18 +57,29 @@ def svg(chart: Chart, names: Sequence[str]) -> str:
         lines = {"x": chart.x, "y": chart.y, "log": chart.log, "spread": chart.spread, "labels": "line"}
         plots.curves(axes, chart.series, colors=colors, **lines)
         plots.finished(figure, "").savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    drawn = re.search("<svg.*</svg>", text.getvalue(), re.DOTALL)[0]
-    drawn = re.sub("<(metadata|style).*?</\\1>|<!--.*?-->", "", drawn, flags=re.DOTALL)
-    used = set(re.findall(r"#([\w-]+)", drawn))
-    drawn = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", drawn)
-    # The page's policy admits no style of an element: its properties become attributes.
-    drawn = re.sub(' style="([^"]*)"', lambda style: _attributes(style[1]), drawn)
     ends = ", ".join(f"{name} {ys[-1]:.4g}" for name, (_, ys) in chart.series.items() if len(ys))
-    label = escape(f"{chart.title}: {chart.y} over {chart.x}. At the last point: {ends}.")
-    head = f'<svg viewBox="0 0 {72 * WIDE:g} {72 * HIGH:g}" role="img" aria-label="{label}">'
-    return re.sub("<svg[^>]*>", lambda _: head, drawn, count=1)
+    label = f"{chart.title}: {chart.y} over {chart.x}. At the last point: {ends}."
+    return _for_page(ElementTree.fromstring(text.getvalue()), label)
 
 
-def _attributes(style: str) -> str:
-    found = re.findall(rf"(?:^|[; ])({PROPERTIES}): ([^;]*)", style)
-    return "".join(f' {name}="{value}"' for name, value in found)
+def _for_page(drawn: ElementTree.Element, label: str) -> str:
+    """The drawing within HTML, which needs no namespaces; without metadata and ids that nothing refers to.
+
+    A page's policy forbids styles of elements: their properties become attributes.
+    """
+    elements = list(drawn.iter())
+    used = {name for each in elements for value in each.attrib.values() for name in re.findall(r"#([\w-]+)", value)}
+    for element in elements:
+        element.tag = element.tag.rpartition("}")[2]
+        for child in list(element):
+            if child.tag.endswith(("}metadata", "}style")):
+                element.remove(child)
+        if element.get("id") not in used:
+            element.attrib.pop("id", None)
+        for name in [name for name in element.attrib if "}" in name]:  # xlink:href
+            element.set(name.rpartition("}")[2], element.attrib.pop(name))
+        for name, value in re.findall(rf"(?:^|[; ])({PROPERTIES}): ([^;]*)", element.attrib.pop("style", "")):
+            element.set(name, value)
+    drawn.attrib.clear()
+    drawn.attrib.update({"viewBox": f"0 0 {72 * WIDE:g} {72 * HIGH:g}", "role": "img", "aria-label": label})
+    return ElementTree.tostring(drawn, encoding="unicode")

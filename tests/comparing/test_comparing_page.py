@@ -110,6 +110,12 @@ def test_chart_names_its_lines_at_their_ends_and_describes_itself():
     assert f'aria-label="{label}"' in drawn and drawn == charts.svg(chart(), ["two", "one"])
 
 
+def test_names_of_variants_are_in_a_chart_as_they_are():
+    names = [' style="fill: red"', ' id="x"', "<metadata>a</metadata>", "<!-- a -->"]
+    drawn = charts.svg(chart(names), names)
+    assert {html.escape(name, quote=False) for name in names} <= set(re.findall(">([^<>]+)</text>", drawn))
+
+
 def test_page_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
     text = written(tmp_path)
