@@ -169,10 +169,9 @@ def _sentence(row: Mapping, first: str, measure: str, timed: bool) -> str:
     count = WORDS[row["pairs"]] if row["pairs"] < len(WORDS) else f"{row['pairs']}"
     count += " seed" + "s" * (row["pairs"] != 1)
     half, p = row[f"difference_{measure}_interval"], row["difference_p"]
-    # Thousandths, or the first digit of the interval.
-    digits = 3 if not half else min(9, max(3, -math.floor(math.log10(half))))
+    digits = _digits(half or difference, 3)
     around = f" ± {half:.{digits}f}" if half is not None else ""
-    evidence = f"{count}" if p is None else f"p < 0.001, {count}" if p < 0.001 else f"p = {p:.2g}, {count}"
+    evidence = f"{count}" if p is None else f"p {_p(p) if p < 0.001 else f'= {_p(p)}'}, {count}"
     if verdict == statistics.OPEN:
         needed = row["difference_seeds_needed"] and _cell("difference_seeds_needed", row).replace(" (", " seeds (")
         evidence += f"; {needed} would decide it" if needed else ""
@@ -185,6 +184,19 @@ def _sentence(row: Mapping, first: str, measure: str, timed: bool) -> str:
     if later in ("better", "worse", statistics.OPEN):
         text += f", {'also' if later == verdict else f'but {later}'} after as many seconds"
     return text + "."
+
+
+def _digits(size: float | None, least: int) -> int:
+    """Decimals that show the first digit of an interval, or of a difference without one."""
+    return least if not size else min(9, max(least, -math.floor(math.log10(abs(size)))))
+
+
+def _p(p: float) -> str:
+    """p in two digits, or as many as tell on which side of the level of a verdict it is."""
+    if p < 0.001:
+        return "< 0.001"
+    texts = (f"{p:.{digits}g}" for digits in range(2, 18))
+    return next(text for text in texts if (float(text) < statistics.LEVEL) == (p < statistics.LEVEL))
 
 
 def _unit(measure: str) -> str:
@@ -222,12 +234,12 @@ def _cell(name: str, row: Mapping) -> str:
         return ""
     if name in INTERVALS:
         half = row[f"{name}_interval"]
-        sign = "+" if name.startswith("difference") else ""
-        return f"{value:{sign}.4f}" + (f" ± {half:.4f}" if half is not None else "")
+        sign, digits = "+" if name.startswith("difference") else "", _digits(half, 4)
+        return f"{value:{sign}.{digits}f}" + (f" ± {half:.{digits}f}" if half is not None else "")
     if name == "learning_rate":
         return f"{value:.3g}" + (" (edge)" if row["learning_rate_at_edge"] else "")
     if name == "difference_p":
-        return "< 0.001" if value < 0.001 else f"{value:.2g}"
+        return _p(value)
     if name == "difference_detectable" or name.startswith(("loss_", "accuracy_")):
         return f"{value:.4f}"
     if name == "difference_seeds_needed":

@@ -54,6 +54,21 @@ def test_run_that_diverged_has_the_loss_of_chance_and_an_unfinished_one_none(tmp
     assert protocol.result(run(tmp_path / "finished", final(1.5))) == 1.5
 
 
+@pytest.mark.parametrize(
+    ("difference", "half", "p", "texts"),
+    [
+        (0.0317, 0.0051, 0.0123, ["+0.0317 ± 0.0051", "0.012"]),
+        (2.1e-6, 1.2e-6, 0.0499, ["+0.000002 ± 0.000001", "0.0499"]),
+        (-2.1e-6, 2.2e-6, 0.0501, ["-0.000002 ± 0.000002", "0.05"]),
+        (0.5, None, 0.04999, ["+0.5000", "0.04999"]),
+        (0.5, 0.1, 2e-5, ["+0.5000 ± 0.1000", "< 0.001"]),
+    ],
+)
+def test_cells_have_the_digits_that_their_verdict_rests_on(difference, half, p, texts):
+    row = {"difference_loss": difference, "difference_loss_interval": half, "difference_p": p}
+    assert table.cells([row], list(row)[::2])[1] == texts
+
+
 PROTOCOL = Protocol(("--config=quickstart",), (1e-3, 1e-2, 1e-1), (0,), (1, 2, 3))
 VARIANTS = [Variant("one"), Variant("two", ("--config.model.attention.window=16",))]
 
