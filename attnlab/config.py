@@ -9,7 +9,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ml_collections import ConfigDict, config_dict
 from attnlab.data import tokenizers
 from attnlab.data.tasks import named
 from attnlab.nn.config import KINDS, ModelConfig
+from attnlab.nn.layer import LayerConfig
 from attnlab.support import shipped
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
@@ -28,6 +29,7 @@ from attnlab.support.options import (
     check_effects,
     check_values,
     from_values,
+    is_recorded,
     option,
     option_values,
     options,
@@ -349,8 +351,30 @@ def _check_task(data: Data, context: int) -> None:
             raise FieldError(f"data.{field}", value, f"it is of texts, and {data.name!r} has none: leave it out")
 
 
+def check_recordable(layers: Sequence[LayerConfig]) -> None:
+    """Raise UserError for configs of layers that fields by name would lose a part of."""
+    of_kind = {}
+    for layer in layers:
+        for field in dataclasses.fields(layer):
+            value = getattr(layer, field.name)
+            if not is_recorded(field) and value is not field.default:
+                remedy = (
+                    "pass it to train(…), or compare it itself"
+                    if field.name in ("mask", "score_mod")
+                    else ("declare it by attnlab.nn.option")
+                )
+                found = f"{layer.kind}.{field.name} is a {type(value).__name__}"
+                raise UserError(f"{found}, which the config of a run cannot hold: {remedy}")
+        if of_kind.setdefault(layer.kind, layer) != layer:
+            raise UserError(
+                f"layers of the kind {layer.kind} have different options, which the config of a run cannot "
+                "hold: use another kind, such as local, for one of them"
+            )
+
+
 def model_fields(model: ModelConfig) -> dict[str, Any]:
-    """The fields of `config.model` that describe a model, by dotted name."""
+    """The fields of `config.model` that describe a model, by dotted name; UserError for one that they cannot."""
+    check_recordable(model.layers)
     runs = [(kind, len(list(words))) for kind, words in itertools.groupby(layer.kind for layer in model.layers)]
     fields = option_values(model) | {"vocab_size": model.vocab_rows}
     fields["layers"] = " ".join(kind if count == 1 else f"{kind}*{count}" for kind, count in runs)

@@ -24,6 +24,7 @@ from attnlab.training import flops, precision
 CLOSE = 0.05  # beyond which two sizes are not comparable
 WIDEST = 2**20  # features of a width that is tried
 SIZES = ("parameters", "flops", "state")
+SHARED = ("steps", "batch_size", "model.context")  # which with data.* and eval.* say what is seen and measured
 
 
 class Variant(NamedTuple):
@@ -37,16 +38,29 @@ class Variant(NamedTuple):
 def of_values(variants: Mapping[str, Any]) -> list[Variant]:
     """Variants of names, and what makes each: see `attnlab.comparing.compare`."""
     layers = [what.get("model.layers") if isinstance(what, Mapping) else what for what in variants.values()]
-    classes = {layer for layer in layers if isinstance(layer, type)}
-    names = [layer.__name__ for layer in classes]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"two classes of layers are named {twice[0]}: rename one")
+    _check_kinds(layers)
     if wrong := [name for name in variants if not isinstance(name, str) or not name.strip() or "\n" in name]:
         raise UserError(f"variant {wrong[0]!r}: expected a name of one line")
     found = [Variant(name, options_of(name, what)) for name, what in variants.items()]
+    for variant in found:
+        fields = [option.removeprefix("--config.").partition("=")[0] for option in variant.options]
+        if same := [field for field in fields if field in SHARED or field.startswith(("data.", "eval."))]:
+            why = "all variants have it in common, as losses are compared after as many tokens of one text"
+            raise UserError(f"variant {variant.name!r}: config.{same[0]}: {why}: set it for the whole comparison")
     if len(found) < 2:
         raise UserError('one variant: name another to compare it with, e.g. --variant "alibi: model.positions=alibi"')
     return found
+
+
+def _check_kinds(layers: Sequence) -> None:
+    """Raise UserError for two classes of layers that would be one kind."""
+    kinds = {}
+    for layer in layers:
+        config = type(layer) if isinstance(layer, LayerConfig) else layer
+        if isinstance(config, type):
+            kind = config.kind if issubclass(config, LayerConfig) else config.__name__
+            if kinds.setdefault(kind, config) is not config:
+                raise UserError(f"two classes of layers are named {kind}: rename one")
 
 
 def parse(texts: Sequence[str], file: str | None) -> dict[str, Any]:
@@ -109,6 +123,7 @@ def _layers(name: str, value) -> list[str]:
         if KINDS.get(value.kind) is not type(value):
             custom.register(type(value))
         declared, values = options(type(value)), option_values(value)
+        configs.check_recordable([value])
         own = {field: x for field, x in values.items() if x != declared[field].default}
         kind = value.kind
         return [

@@ -133,6 +133,11 @@ def validate(record) -> None:
                 raise error.within(field.name) from None
 
 
+def is_recorded(field: dataclasses.Field) -> bool:
+    """Whether a field is an option or a group of options."""
+    return "option" in field.metadata or _is_group(field)
+
+
 def _is_group(field: dataclasses.Field) -> bool:
     """Whether a field holds a group of options."""
     return "option" not in field.metadata and isinstance(field.type, type) and dataclasses.is_dataclass(field.type)

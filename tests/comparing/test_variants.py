@@ -5,12 +5,15 @@ import re
 
 import pytest
 
+from attnlab import config as configs
 from attnlab.comparing.variants import Variant, config_of, matched, of_values, parse, size
 from attnlab.masks import SlidingWindow
-from attnlab.nn import AttentionConfig, MultiHeadAttention
-from attnlab.score_mods import ScoreFn
+from attnlab.nn import AttentionConfig, LayerConfig, ModelConfig, MultiHeadAttention
+from attnlab.nn.multihead import LocalConfig
+from attnlab.score_mods import ScoreFn, SoftCap
 from attnlab.support.errors import UserError
 from attnlab.sweeping import grid
+from attnlab.training import run
 
 OPTIONS = ("--config=quickstart",)
 
@@ -18,11 +21,11 @@ OPTIONS = ("--config=quickstart",)
 def test_variants_of_a_file_are_texts_or_dictionaries_and_come_after_those_of_the_command(tmp_path):
     file = tmp_path / "mine.py"
     one = "model.width=16 model.attention.sinks=True"
-    file.write_text(f"VARIANTS = {{'one': '{one}', 'two': {{'data.path': '/my texts/a.txt'}}}}")
+    file.write_text(f"VARIANTS = {{'one': '{one}', 'two': {{'init_from': '/my runs/a'}}}}")
     assert of_values(parse(["zero:"], str(file))) == [
         Variant("zero"),
         Variant("one", ("--config.model.width=16", "--config.model.attention.sinks=True")),
-        Variant("two", ("--config.data.path=/my texts/a.txt",)),
+        Variant("two", ("--config.init_from=/my runs/a",)),
     ]
     assert list(parse([], "compare_positions"))[:2] == ["rotary", "alibi"]
 
@@ -48,6 +51,55 @@ def test_two_classes_of_one_name_and_python_values_for_the_command_are_refused(t
     file.write_text("from attnlab.masks import Causal\nVARIANTS = {'a': {}, 'b': {'model.layers': Causal()}}")
     with pytest.raises(UserError, match="variant 'b' is a value of Python, and the command takes fields"):
         parse([], str(file))
+
+
+class Window(LayerConfig, of=MultiHeadAttention, kind="window"):
+    """A user's config with a field that is no option."""
+
+    reach: int = 3
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (
+            AttentionConfig(mask=SlidingWindow(left=1)),
+            "attention.mask is a SlidingWindow, which .* cannot hold: .*itself",
+        ),
+        (LocalConfig(window=4, score_mod=SoftCap(2.0)), "local.score_mod is a SoftCap, which .* cannot hold: .*itself"),
+        (Window(reach=4), "window.reach is a int, which .* cannot hold: declare it by attnlab.nn.option"),
+    ],
+)
+def test_config_of_which_a_run_would_lose_a_part_is_refused(layer, message):  # until configs are values
+    with pytest.raises(UserError, match=message):
+        of_values({"a": {}, "b": layer})
+    for use in (configs.to_json, lambda config: config.changed({}), run.resolve):
+        with pytest.raises(UserError, match=message):
+            use(configs.RunConfig(model=ModelConfig(layers=(layer,))))
+
+
+def test_layers_of_one_kind_with_different_options_are_refused():  # until configs are values
+    layers = AttentionConfig(window=4), AttentionConfig()
+    with pytest.raises(UserError, match="layers of the kind attention have different options, which .* cannot hold"):
+        run.resolve(configs.RunConfig(model=ModelConfig(layers=layers)))
+
+
+def test_two_classes_of_one_kind_are_refused():
+    class Other(LayerConfig, of=MultiHeadAttention, kind="window"):
+        pass
+
+    named = type("window", (MultiHeadAttention,), {})
+    for a, b in ((Window(), Other()), (Window, Other), (Window(), named)):
+        with pytest.raises(UserError, match="two classes of layers are named window: rename one"):
+            of_values({"a": a, "b": b})
+
+
+@pytest.mark.parametrize("field", ["steps=8", "batch_size=2", "model.context=8", "data.path=a.txt", "eval.windows=4"])
+def test_variant_that_would_see_other_tokens_is_refused(field):
+    with pytest.raises(
+        UserError, match=f"variant 'b': config.{field.partition('=')[0]}: all variants have it in common"
+    ):
+        of_values({"a": "", "b": field})
 
 
 def test_names_of_folders_differ_where_names_do():
