@@ -352,23 +352,21 @@ def _check_task(data: Data, context: int) -> None:
 
 
 def check_recordable(layers: Sequence[LayerConfig]) -> None:
-    """Raise UserError for configs of layers that fields by name would lose a part of."""
+    """Raise UserError for configs of layers of which fields by name, as in config.json, would lose a part."""
     of_kind = {}
     for layer in layers:
+        default = type(layer)()
         for field in dataclasses.fields(layer):
-            value = getattr(layer, field.name)
-            if not is_recorded(field) and value is not field.default:
-                remedy = (
-                    "pass it to train(…), or compare it itself"
-                    if field.name in ("mask", "score_mod")
-                    else ("declare it by attnlab.nn.option")
-                )
-                found = f"{layer.kind}.{field.name} is a {type(value).__name__}"
-                raise UserError(f"{found}, which the config of a run cannot hold: {remedy}")
+            value, usual = getattr(layer, field.name), getattr(default, field.name)
+            if not is_recorded(field) and value is not usual and repr(value) != repr(usual):
+                is_part = field.name in ("mask", "score_mod")
+                remedy = "pass it to train(…), or compare it itself" if is_part else "make it an option(…)"
+                where = f"{layer.kind}.{field.name} is a {type(value).__name__}"
+                raise UserError(f"{where}, which the config of a run cannot hold: {remedy}")
         if of_kind.setdefault(layer.kind, layer) != layer:
             raise UserError(
-                f"layers of the kind {layer.kind} have different options, which the config of a run cannot "
-                "hold: use another kind, such as local, for one of them"
+                f"layers of the kind {layer.kind} have different options, which the config of a run cannot hold: use "
+                "another kind, such as local, for one of them"
             )
 
 

@@ -76,7 +76,8 @@ class Option(NamedTuple):
         """A valid value as Python's own type, which JSON can hold: NumPy's numbers as int and float."""
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             return value
-        return int(value) if self.types[0] is int else float(value)
+        is_integer = isinstance(value, numbers.Integral) and int in self.types
+        return int(value) if is_integer else float(value) if float in self.types else value
 
 
 def option(doc: str, default=_REQUIRED, *, low=None, high=None, choices=(), needs=None):

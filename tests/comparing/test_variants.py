@@ -67,7 +67,7 @@ class Window(LayerConfig, of=MultiHeadAttention, kind="window"):
             "attention.mask is a SlidingWindow, which .* cannot hold: .*itself",
         ),
         (LocalConfig(window=4, score_mod=SoftCap(2.0)), "local.score_mod is a SoftCap, which .* cannot hold: .*itself"),
-        (Window(reach=4), "window.reach is a int, which .* cannot hold: declare it by attnlab.nn.option"),
+        (Window(reach=4), "window.reach is a int, which .* cannot hold: make it an option"),
     ],
 )
 def test_config_of_which_a_run_would_lose_a_part_is_refused(layer, message):  # until configs are values

@@ -13,8 +13,8 @@ from attnlab.types import DType
 class GRU(CausalMixer):
     """Gated recurrent unit (Cho et al. 2014): n sequential steps, each of O(d²).
 
-    Its cache holds the state `[B, d]`, in float32 whatever the type of the computation, as a bfloat16 state would no
-    longer move where its changes are below its rounding.
+    Its cache holds the state `[B, d]`, in float32 also where the computation is in bfloat16: a bfloat16 state would
+    stop short of its limit, where its steps are smaller than its rounding.
 
     Attributes:
       features: d, width of state and output; None for the input's.
