@@ -1,6 +1,7 @@
 """Losses of short runs, as they were when these programs were last known to be right.
 
-After a change that is meant to alter them: python -m tests.training.test_golden_losses
+After a change that is meant to alter them:
+XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tests.training.test_golden_losses
 """
 
 import json
