@@ -26,9 +26,9 @@ LIMIT = 2 << 30  # bytes of attnlab's own folder, beyond which the oldest entrie
 
 
 def fuse_no_sums() -> None:
-    """Set a flag of XLA for this process and those that it starts, unless the user has set it; JAX must be idle yet.
+    """Turn fused sums off in XLA_FLAGS, for this process and its children, unless the user has set that flag.
 
-    For commands that compute with attnlab; `conform` and `bench` compile as users do.
+    Call it before JAX creates its devices. `conform` and `bench` do not, because they compile as users do.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if version("jaxlib") in FAULTY and FUSIONS not in flags:

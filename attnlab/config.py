@@ -352,7 +352,7 @@ def _check_task(data: Data, context: int) -> None:
 
 
 def check_recordable(layers: Sequence[LayerConfig]) -> None:
-    """Raise UserError for configs of layers of which fields by name, as in config.json, would lose a part."""
+    """Raise UserError for layers that would lose a part when written as fields by name, as `config.json` has them."""
     of_kind = {}
     for layer in layers:
         default = type(layer)()

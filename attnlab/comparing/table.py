@@ -192,7 +192,7 @@ def _digits(size: float | None, least: int) -> int:
 
 
 def _p(p: float) -> str:
-    """p in two digits, or as many as tell on which side of the level of a verdict it is."""
+    """p to two digits, or to as many as it takes to show on which side of `statistics.LEVEL` it lies."""
     if p < 0.001:
         return "< 0.001"
     texts = (f"{p:.{digits}g}" for digits in range(2, 18))

@@ -24,7 +24,7 @@ from attnlab.training import flops, precision
 CLOSE = 0.05  # beyond which two sizes are not comparable
 WIDEST = 2**20  # features of a width that is tried
 SIZES = ("parameters", "flops", "state")
-SHARED = ("steps", "batch_size", "model.context")  # which with data.* and eval.* say what is seen and measured
+SHARED = ("steps", "batch_size", "model.context")  # with data.* and eval.*: which tokens are trained on and scored
 
 
 class Variant(NamedTuple):
@@ -45,7 +45,7 @@ def of_values(variants: Mapping[str, Any]) -> list[Variant]:
     for variant in found:
         fields = [option.removeprefix("--config.").partition("=")[0] for option in variant.options]
         if same := [field for field in fields if field in SHARED or field.startswith(("data.", "eval."))]:
-            why = "all variants have it in common, as losses are compared after as many tokens of one text"
+            why = "all variants have it in common, because losses are compared after as many tokens of one text"
             raise UserError(f"variant {variant.name!r}: config.{same[0]}: {why}: set it for the whole comparison")
     if len(found) < 2:
         raise UserError('one variant: name another to compare it with, e.g. --variant "alibi: model.positions=alibi"')

@@ -48,10 +48,10 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def lost_signals_sent_again() -> Iterator[None]:
-    """Context in which a signal is sent again after its exception was lost.
+    """Context in which a signal whose exception was lost is sent again.
 
-    A handler that runs within a callback of the garbage collector, as JAX has one, or within `__del__` raises in vain:
-    Python prints the exception, and goes on.
+    Python ignores an exception that a signal handler raises inside a garbage collection callback (JAX installs one) or
+    inside `__del__`: it prints the exception and continues.
     """
     previous = sys.unraisablehook
 

@@ -68,8 +68,9 @@ class Experiment:
             self.model = model.over_tokens(vocab_size) if isinstance(model, GPT) else model
         self._over_tokens = self.model if isinstance(self.model, GPT) else _OverTokens(self.model, vocab_size)
         # A user's optimizer may select parameters by layer.
-        # Only in programs without a user's code, which tests/test_optimized.py cannot have tried.
-        self._fuses_sums = model is optimizer is None and all(map(_gains_by_fused_sums, self.model.config.used))
+        # Only in programs without user code, whose gradients tests/test_gradients.py has compared with float64.
+        is_builtin = model is None and optimizer is None
+        self._fuses_sums = is_builtin and all(map(_gains_by_fused_sums, self.model.config.used))
         self.scan = model is None and (states.scans(config, platform) if optimizer is None else bool(config.scan))
         self._init = jax.jit(self.model.init)
         self.learning_rate = None
@@ -272,14 +273,14 @@ class Experiment:
 
 
 def _gains_by_fused_sums(layer: LayerConfig) -> bool:
-    """Whether XLA's fused sums, which jaxlib 0.10.2 may compute wrongly on CPUs, are worth more than 3 % of the speed.
+    """Whether fused sums, some of which jaxlib 0.10.2 computes wrongly on CPUs, are worth more than 3 % of the speed.
 
     Without them a step of the quickstart takes 1.05 to 1.12 of its time with attention, 1.03 to 1.18 with `gru`; with
     recurrences and stick-breaking attention 0.89 to 1.03 (two cores of an Intel Xeon, float32 and bfloat16).
     """
     if type(layer) is GRUConfig:
         return True
-    return type(layer) in (AttentionConfig, LocalConfig) and layer.mask is layer.score_mod is None
+    return type(layer) in (AttentionConfig, LocalConfig) and layer.mask is None and layer.score_mod is None
 
 
 def _fixed(config: RunConfig) -> tuple:

@@ -52,9 +52,9 @@ class Plan(NamedTuple):
     def per_logit(self) -> float:
         """The unit of a row's max: logits after a mod, else exponents of 2.
 
-        A mod may make scores of any size, as −1e30 in place of a mask: the difference with their max is exact in
-        logits, while a max in exponents is rounded, and 2 to the power of the rounding alone overflows. Scores without
-        a mod are products, and their max in exponents saves an operation a pair; beyond 2³⁰ it would overflow too.
+        A mod can return scores of any size, such as −1e30 instead of a mask. In logits, a score minus the row's max is
+        exact; a max in exponents is rounded, and 2 to the power of that rounding error can overflow. Without a mod,
+        scores are products, and a max in exponents saves one operation per pair; it would overflow beyond 2³⁰.
         """
         return 1.0 if self.mod else LOG2E
 
