@@ -7,7 +7,8 @@
 Each feature is right, wrong (with the smallest failing call as code), ignored (the output is what the call without
 it returns), refused, or slow (memory that grows with Tq·Tk). Without --adapter the function is called by keywords, as
 `attnlab.attention` is; functions of jax.nn, Flax, tokamax and torch are known by their names. Modules in the current
-folder are found. A function that ends its process is reported, and the check goes on; its output is not shown. With
+folder are found. A function that ends its process, or does not return within --timeout seconds, is reported, and the
+check goes on; its output is not shown. Features with the same fault are told as such, with one call that shows it. With
 --recurrence the function is called as `attnlab.linear_recurrence` is. Products of float32 have the precision "highest",
 unless JAX_DEFAULT_MATMUL_PRECISION says another.
 
@@ -24,6 +25,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from absl import flags
@@ -31,6 +34,8 @@ from absl import flags
 from attnlab import commands
 from attnlab.support import documents, paths
 from attnlab.support.errors import UserError
+from attnlab.testing import check
+from attnlab.testing.check import Row
 
 HERE = Path(__file__).parent / "testing" / "page"
 FILES = ("conformance.json", "conformance.html")
@@ -51,6 +56,8 @@ def _define(values, argv):
     flags.DEFINE_integer("cases", 200, "number of calls over all features", lower_bound=1, flag_values=values)
     flags.DEFINE_bool("recurrence", False, "check a function of the linear recurrence", flag_values=values)
     flags.DEFINE_bool("gradients", True, "whether gradients are compared", flag_values=values)
+    meaning = "seconds after which a feature is wrong, as the function does not return"
+    flags.DEFINE_float("timeout", 600.0, meaning, lower_bound=1.0, flag_values=values)
     flags.DEFINE_string("out", None, "a folder for conformance.json and conformance.html", flag_values=values)
 
 
@@ -84,36 +91,38 @@ def _conform(values, name: str, chosen: list[str]) -> int:
     each = max(1, round(values.cases / len(chosen)))
     asked = {"function": name, "adapter": values.adapter, "gradients": values.gradients, "cases": each}
     asked["recurrence"] = values.recurrence
-    version, rows, meanings = checked(asked, chosen)
-    found = {**asked, "version": version, "rows": rows, "meanings": meanings}
-    found["rows"] = [row | {"worst": row["worst"] if math.isfinite(row["worst"]) else None} for row in rows]
-    print("\n".join(f"{choice}: {made}" for choice, made in meanings.items()))
+    version, rows, meanings = checked(asked, chosen, values.timeout)
+    likes = check.likes(rows)
+    found = {**asked, "version": version, "rows": list(map(dataclasses.asdict, rows)), "meanings": meanings}
+    found["rows"] = [row | {"worst": row["worst"] if math.isfinite(row["worst"]) else None} for row in found["rows"]]
+    print("\n".join([*(f"{choice}: {made}" for choice, made in meanings.items()), check.counts(rows)]))
     for row in rows:
-        if row["code"]:
-            print(f"\n{row['code']}")
+        if row.code and row.feature not in likes:
+            print(f"\n{row.code}")
     if values.out is not None:
         figures, table = (Path(values.out) / file for file in FILES)
         paths.write_text(figures, json.dumps(found, indent=1) + "\n")
-        paths.write_text(table, page(found))
+        paths.write_text(table, page(found, likes))
         print(f"written: {figures}, {table}")
-    outcomes = {row["outcome"] for row in rows}
+    outcomes = {row.outcome for row in rows}
     if outcomes == {"refused"}:
         raise UserError(f"{name} refused all features, so nothing was compared: see the reasons above")
     return int(bool(outcomes & {"wrong", "ignored"}))
 
 
-def checked(asked: dict, features: list[str]) -> tuple[str, list[dict], dict[str, str]]:
-    """(version, rows, meanings) of a check in another process, started again where the function ends it."""
-    from attnlab.testing import Row
+def checked(asked: dict, features: list[str], timeout: float) -> tuple[str, list[Row], dict[str, str]]:
+    """(version, rows, meanings) of a check in another process, started again where the function ends it.
 
+    It is killed, and the feature wrong, where it says nothing for `timeout` seconds.
+    """
     version, rows, meanings, left = None, [], {}, list(features)
     width = max(map(len, features))
 
-    def add(row):
-        if row["feature"] in left:
-            left.remove(row["feature"])
+    def add(row: Row) -> None:
+        if row.feature in left:
+            left.remove(row.feature)
         rows.append(row)
-        print(_line(row, width), flush=True)
+        print(row.line(width, check.likes(rows).get(row.feature, "")), flush=True)
 
     while left:
         command = [sys.executable, "-m", "attnlab.testing.worker", json.dumps(asked | {"features": left})]
@@ -121,22 +130,44 @@ def checked(asked: dict, features: list[str]) -> tuple[str, list[dict], dict[str
             tempfile.TemporaryFile("w+") as said,
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=_environment()) as worker,
         ):
-            for message in map(json.loads, worker.stdout):
+            silent = threading.Event()
+            for message in _messages(worker, timeout, silent):
                 if "error" in message:
                     raise UserError(message["error"])
                 version = message.get("version", version)
                 meanings |= message.get("meanings", {})
                 if "row" in message:
-                    add(message["row"])
+                    add(Row(**message["row"]))
             worker.wait()
             said.seek(0)
             last = (said.read().strip().splitlines() or ["it said nothing"])[-1][:160]
+        why = f"it ended its process with {worker.returncode}: {last}"
+        if silent.is_set():
+            why = f"it did not return within {timeout:g} s (--timeout)"
         if version is None or (worker.returncode and not left):
-            raise UserError(f"the check of {asked['function']} ended with {worker.returncode}: {last}")
+            raise UserError(f"the check of {asked['function']}: {why}")
         if left:
-            why = f"it ended its process with {worker.returncode}: {last}"
-            add(dataclasses.asdict(Row(left[0], "wrong", why, math.inf)))
+            add(Row(left[0], "wrong", why, math.inf, fault=why))
     return version or "", rows, meanings
+
+
+def _messages(worker: subprocess.Popen, timeout: float, silent: threading.Event) -> Iterator[dict]:
+    """What a process says, line by line; one that is silent for `timeout` seconds is killed, and the event set."""
+
+    def kill() -> None:
+        silent.set()
+        worker.kill()
+
+    while True:
+        timer = threading.Timer(timeout, kill)
+        timer.start()
+        try:
+            line = worker.stdout.readline()
+        finally:
+            timer.cancel()
+        if not line:
+            return
+        yield json.loads(line)
 
 
 def _environment() -> dict[str, str]:
@@ -145,19 +176,17 @@ def _environment() -> dict[str, str]:
     return highest | os.environ | {"XLA_FLAGS": f"{devices} {os.environ.get('XLA_FLAGS', '')}"}
 
 
-def _line(row: dict, width: int) -> str:
-    words = f"{row['worst']:8.2f} of its bound, {row['cases']} calls" if row["cases"] else ""
-    words += "" if row["gradients"] or not row["cases"] else ", no gradients"
-    return f"{row['feature']:{width}}  {row['outcome']:8}{words}{'  ' + row['why'] if row['why'] else ''}"
-
-
-def page(found: dict) -> str:
-    """An HTML document with the table of a check."""
+def page(found: dict, likes: Mapping[str, str]) -> str:
+    """An HTML document with the table of a check; features with an earlier one's fault refer to it."""
     cells = ("outcome", "worst", "cases")
     rows = "".join(
         f"<tr class={row['outcome']}><th>{html.escape(row['feature'])}"
         + "".join(f"<td>{'∞' if row[cell] is None else _text(row[cell])}" for cell in cells)
-        + f"<td>{html.escape(row['why'])}{_details(row['code'])}"
+        + (
+            f"<td>like {likes[row['feature']]}: {html.escape(row['fault'])}"
+            if row["feature"] in likes
+            else f"<td>{html.escape(row['why'])}{_details(row['code'])}"
+        )
         for row in found["rows"]
     )
     choices = "".join(f"<li>{html.escape(choice)}: {html.escape(made)}" for choice, made in found["meanings"].items())

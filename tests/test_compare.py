@@ -21,7 +21,7 @@ import pytest
 
 import attnlab
 from attnlab import compare, comparing
-from attnlab.comparing import certificate, measuring, protocol, replication
+from attnlab.comparing import certificate, protocol, race, replication
 from attnlab.data.batches import Batch
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
@@ -69,7 +69,8 @@ def finished(tmp_path_factory):
     file = folder.parent / "variants.py"
     file.write_text(TWO)
     with pytest.MonkeyPatch.context() as patch, workers_here(), sharing(), contextlib.redirect_stdout(out):
-        patch.setattr(measuring, "ROUNDS", 1)
+        patch.setattr(race, "ROUNDS", 2)
+        patch.setattr(race, "BURST", 0.01)
         # Certificates have tests of their own, and compile much.
         patch.setattr(certificate, "of_model", lambda model: {"conforms": True, "worst": 0.5})
         assert compared(folder, f"--variants={file}") == 0
@@ -284,7 +285,7 @@ def test_measurements_of_a_changed_variant_are_not_those_of_the_old_one(finished
     monkeypatch.setattr(workers, "subprocess", SimpleNamespace(Popen=Idle, DEVNULL=None, STDOUT=None))
     assert compared(folder, f"--variants={finished[1]}") == 0
     rotary, window = comparing.read(part_of(folder, "text"))
-    assert rotary["parameters"] and window["parameters"] is None and len(started) == 1
+    assert rotary["parameters"] and window["parameters"] is None and len(started) == 2  # and a race
 
 
 def steady(rows):

@@ -12,7 +12,7 @@ from attnlab.testing import worker
 from tests.ops.cases import slow
 
 MODULE = """
-import os, attnlab
+import os, time, attnlab
 from attnlab.testing import as_attnlab
 
 def right(**call):
@@ -24,6 +24,11 @@ def crashes(q, k, v, mask=None, bias=None):
         os.abort()
     if bias is not None:
         raise SystemExit  # with 0
+    return attnlab.attention(q, k, v)
+
+def hangs(q, k, v, mask=None):
+    while mask is not None:
+        time.sleep(1)
     return attnlab.attention(q, k, v)
 
 def adapt(call):
@@ -88,6 +93,14 @@ def test_function_that_ends_its_process_is_reported_and_checked_on(here, capsys)
     assert lines == [["causal", "wrong"], ["bias", "wrong"], ["plain", "right"]]
 
 
+@pytest.mark.slow
+def test_function_that_does_not_return_is_reported_and_checked_on(here, capsys):
+    assert run("mine:hangs", "--features=plain,causal,window", "--cases=2", "--nogradients", "--timeout=30") == 1
+    plain, causal, window, last = capsys.readouterr().out.splitlines()
+    assert plain.split()[1] == "right" and causal.endswith("it did not return within 30 s (--timeout)")
+    assert "like causal: it did not return" in window and last == "3 features: 1 right, 2 wrong; 1 fault"
+
+
 def test_recurrence_is_checked_by_its_features(here, capsys):
     assert run("mine.py:recurrence", "--recurrence", "--features=decay,beta", "--cases=2", "--nogradients") == 0
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[:2]] == [
@@ -105,7 +118,7 @@ def test_missing_platform_is_no_verdict(here, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["quits:f"], "ended with 0"),
+        (["quits:f"], "the check of quits:f: it ended its process with 0"),
         slow(["mine:recurrence", "--features=causal"], "mine:recurrence refused all features, so nothing was compared"),
         (["mine:right", "--features=decay"], "features of a linear recurrence need --recurrence"),
         (["mine:right", "--out=mine.py/sub"], "--out=mine.py/sub cannot be written (Not a directory)"),

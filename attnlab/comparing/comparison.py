@@ -19,12 +19,13 @@ from attnlab.comparing import measuring, page, replication, report, table
 from attnlab.comparing import protocol as protocols
 from attnlab.comparing import variants as variants_
 from attnlab.comparing.protocol import FACTORS, Protocol
+from attnlab.comparing.race import Race
 from attnlab.comparing.replication import Published
 from attnlab.comparing.report import Part
 from attnlab.comparing.variants import config_of
 from attnlab.config import RunConfig
 from attnlab.data.tasks import named
-from attnlab.nn import custom, digests
+from attnlab.nn import custom
 from attnlab.support import tables, workers
 from attnlab.support.errors import UserError
 from attnlab.support.files import read_json
@@ -32,7 +33,6 @@ from attnlab.support.names import nearest
 from attnlab.sweeping import grid, training_runs
 from attnlab.testing.layer import check_layer
 from attnlab.training import text as texts
-from attnlab.training.workdir import read_config
 
 MARKER = "comparison.json"
 # Where the config does not say otherwise: samples would be compiled for each variant.
@@ -85,8 +85,9 @@ class Comparison:
         return self._part(task).workdirs[variant]
 
     def curves(self, variant: str, task: str | None = None) -> list[np.ndarray]:
-        """Of each run of a variant, tokens, seconds and loss at its validations: `[n, 3]`."""
-        return list(map(protocols.curve, self.workdirs(variant, task)))
+        """Of each run of a variant, tokens, seconds at the speed of the race, and loss at its validations: `[n, 3]`."""
+        speeds = {row["variant"]: row["train_tokens_per_second"] for row in self._part(task).rows}
+        return [protocols.curve(workdir, speeds[variant] or np.nan) for workdir in self.workdirs(variant, task)]
 
     def frame(self):
         """The rows as a data frame of pandas, which must be installed."""
@@ -297,22 +298,9 @@ def check_layers(parts: Sequence[Part]) -> None:
         model = config.changed({"precision": "float32", "model.dropout": 0.0}).model
         found |= {layer.kind: (layer, model) for layer in model.used if custom.is_custom(layer.kind)}
     for kind, (layer, model) in found.items():
-        try:
-            faults = check_layer(layer.make(model), model.width)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"{kind}: {type(error).__name__}: {commands.one_line(error)}{_line_of(error)}") from error
-        if faults:
+        if faults := check_layer(layer.make(model), model.width):
             raise UserError(f"{kind}: {faults[0]}: fix it, or skip this check with --check=off, in Python check=False")
         print(f"{kind}: causal, the same in pieces, padded and stacked, and packed if it may be")
-
-
-def _line_of(error: Exception) -> str:
-    """The last line of user code that an error passed, as " (FILE, line N)"; "" for none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f" ({frame.filename}, line {frame.lineno})" for frame in frames if digests.is_users(frame.filename)]
-    return lines[-1] if lines else ""
 
 
 def _tuning(part: Part) -> list:
@@ -329,9 +317,11 @@ def _compare(part: Part, runner: training_runs.Runner) -> _Found:
     rates = {variant.name: protocols.chosen_rate(protocol, variant, folder) for variant in variants}
     final = {variant.name: protocol.final(variant, rates[variant.name][0]) for variant in variants}
     failed |= _train([point for points in final.values() for point in points], folder, runner)
-    measured = _measure(final, folder, runner)
-    rows = table.rows(protocol, variants, folder, rates, measured)
-    found = report.section(part, rows, final, measured, _on_times(final, folder, runner.jobs))
+    finished = _finished(final, folder)
+    measured, raced = _measure(finished, folder, runner)
+    speeds = {name: raced.speeds[of[0].name] for name, of in finished.items()} if raced else {}
+    rows = table.rows(protocol, variants, folder, rates, measured, speeds)
+    found = report.section(part, rows, final, measured, raced)
     print("\n".join([*found.sentences, "", tables.as_text(found.table.cells), "", *report.remarks(part, rows)]))
     table.write(rows, folder, found.sentences, found.notes)
     print(f"All columns are in {folder / table.TABLE} and {table.TEXT}, with notes on how to read them.")
@@ -347,7 +337,7 @@ def _replicate(part: Part, final, measured) -> list[page.Section]:
     results, step = replication.results(part.published, part.protocol, part.folder, final, measured)
     config = final[part.variants[0].name][0].config
     task = named.parse(config.data.name)
-    chance = task.chance if task else math.log(vocab_size(part))
+    chance = task.blind(config.model.context) if task else math.log(vocab_size(part))
     rows = replication.rows(part.published, results, chance, step)
     found = replication.section(part, rows, config)
     print("\n".join(["", tables.as_text(found.table.cells), "", *found.notes]))
@@ -360,15 +350,31 @@ def _train(points, folder: Path, runner: training_runs.Runner) -> dict[str, str]
     return {name: error for name, error in failed.items() if not protocols.diverged(folder / name)}
 
 
-def _measure(final, folder: Path, runner: training_runs.Runner) -> dict[str, dict]:
-    """The measurements of each variant that has a finished run, one after another."""
-    logs, files, waiting = folder / training_runs.LOGS, {}, {}
+def _finished(final, folder: Path) -> dict[str, list[Path]]:
+    """The folders of the finished runs of each variant that has some."""
+    found = {}
     for name, points in final.items():
-        workdirs = [folder / point.name for point in points if train.is_finished(point.config, folder / point.name)]
-        if workdirs:
-            files[name] = logs / f"{workdirs[0].name}-{protocols.digest(workdirs)}.json"
-        if workdirs and not files[name].exists():
-            waiting[f"measuring {workdirs[0].name}"] = [str(files[name]), *map(str, workdirs)]
+        for workdir in (
+            folder / point.name for point in points if train.is_finished(point.config, folder / point.name)
+        ):
+            found.setdefault(name, []).append(workdir)
+    return found
+
+
+def _measure(
+    finished: Mapping[str, list[Path]], folder: Path, runner: training_runs.Runner
+) -> tuple[dict, Race | None]:
+    """The measurements of each variant, one after another, and then the race of all."""
+    logs = folder / training_runs.LOGS
+    files = {name: logs / f"{of[0].name}-{protocols.digest(of)}.json" for name, of in finished.items()}
+    waiting = {
+        f"measuring {of[0].name}": [files[name], *of] for name, of in finished.items() if not files[name].exists()
+    }
+    first = [of[0] for of in finished.values()]
+    race = logs / f"race-{protocols.digest(first)}.json"
+    if first and not race.exists():
+        waiting["race"] = ["--race", race, *first]
+    waiting = {name: list(map(str, words)) for name, words in waiting.items()}
     if runner.jobs:
         module = ["attnlab.comparing.__main__", *(f"--import={file}" for file in custom.files())]
         words = {name: [*module, *arguments] for name, arguments in waiting.items()}
@@ -379,7 +385,8 @@ def _measure(final, folder: Path, runner: training_runs.Runner) -> dict[str, dic
     for name, error in errors.items():
         if error:
             print(f"{name} failed: {error} (see {logs})", file=sys.stderr)
-    return {name: _measurements(file) for name, file in files.items() if file.exists()}
+    measured = {name: _measurements(file) for name, file in files.items() if file.exists()}
+    return measured, Race(**_measurements(race)) if race.exists() else None
 
 
 def _measurements(file: Path) -> dict:
@@ -398,15 +405,6 @@ def _measure_here(name: str, arguments: Sequence[str], logs: Path) -> str:
         except Exception as error:  # in a custom layer, or for want of memory
             traceback.print_exc(file=log)
             return f"{type(error).__name__}: {commands.one_line(error)}"
-
-
-def _on_times(final, folder: Path, jobs: int) -> list[str]:
-    """Why seconds of training are not comparable, in sentences."""
-    workdirs = [folder / point.name for points in final.values() for point in points]
-    together = {read_config(workdir).get("together", 1) for workdir in workdirs if (workdir / "config.json").exists()}
-    notes = [f"Times are of --jobs={jobs}: comparable with --jobs=1 alone."] * (jobs > 1)
-    counts = " or ".join(map(str, sorted(together)))
-    return notes + [f"Times are of {counts} runs together: comparable for one number alone."] * (len(together) > 1)
 
 
 def _about(part: Part, final, measured: Mapping[str, Mapping]) -> dict[str, str]:

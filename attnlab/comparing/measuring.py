@@ -1,51 +1,48 @@
-"""Measure a variant's costs, and its losses beyond the context, on its finished runs.
+"""Measure a variant's costs, and its losses beyond the context, on its finished runs; or race several variants.
 
-python -m attnlab.comparing [--import=FILE] OUT.json WORKDIR WORKDIR …
+python -m attnlab.comparing [--import=FILE] [--race] OUT.json WORKDIR WORKDIR …
 """
 
 import contextlib
 import functools
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from attnlab import commands, loading
 from attnlab.comparing import certificate
+from attnlab.comparing.race import LONGER, extends, race
 from attnlab.comparing.variants import state_bytes
 from attnlab.config import RunConfig
 from attnlab.data.batches import Batch
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
-from attnlab.nn import GPT, custom
-from attnlab.support import paths, provenance, timing
+from attnlab.nn import custom
+from attnlab.support import paths, provenance
 from attnlab.support.errors import UserError
 from attnlab.training import flops, precision, state
 from attnlab.training import text as texts
 from attnlab.training.experiment import Experiment
 from attnlab.training.workdir import Workdir
 
-LONGER = (1, 8)  # contexts at which decoding is timed, over the training's
 FURTHEST = 4  # context at which losses are measured, over the training's
 TASK_LENGTHS = (1, 2, 4, 8)  # of sequences of a task, over the training's context
 SPANS = ((0, 1), (1, 2), (2, FURTHEST))  # of positions, over the training's context
-DECODED = 64  # tokens that are timed
-ROUNDS = 5
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and write the file; returns the exit code."""
     words = (sys.argv if argv is None else argv)[1:]
-    out, *workdirs = (word for word in words if not word.startswith("--import="))
+    out, *names = (word for word in words if not word.startswith("--"))
+    workdirs = list(map(Path, names))
     try:
         for file in commands.given(words, "import"):
             custom.import_file(file)
-        found = measured([Path(workdir) for workdir in workdirs])
+        found = race(workdirs)._asdict() if "--race" in words else measured(workdirs)
     except UserError as error:
         print(f"error: {commands.one_line(error)}", file=sys.stderr)
         return 2
@@ -76,8 +73,8 @@ def _costs(run: loading.Run) -> dict:
         "certificate": certificate.of_model(model),
     }
     for times in LONGER if extends(model) else LONGER[:1]:
-        for name, value in _decoding(model, run.params, times * config.model.context).items():
-            found[f"{name}_{times}x"] = value
+        length = times * config.model.context
+        found[f"decode_state_bytes_{times}x"] = state_bytes(model.replace(context=length))
     return found
 
 
@@ -120,42 +117,6 @@ def _accuracy(answer: Callable, batches: HeldOutBatches) -> tuple[float, int]:
         right += ((np.asarray(answer(batch.tokens[:, :-1])) == batch.targets) & counted).sum()
         count += counted.sum()
     return float(right / count), int(count)
-
-
-def extends(model: GPT) -> bool:
-    """Whether a model takes more tokens than it was trained with: learned positions end with the context."""
-    return model.config.position_encoding != "learned"
-
-
-def _decoding(model: GPT, params, length: int) -> dict[str, float]:
-    """Tokens per second of reading `length` tokens and of decoding the last of them again, and the caches' bytes."""
-    model = model.replace(context=length)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (1, length)), jnp.int32)
-    steps = min(DECODED, length // 2)
-
-    @jax.jit
-    def prefill(params, tokens):
-        return model.apply(params, tokens, caches=model.init_caches(1))[1]
-
-    @jax.jit
-    def decode(params, caches):
-        def step(carry, _):
-            token, caches = carry
-            logits, caches = model.apply(params, token, caches=caches)
-            return (logits[:, -1:].argmax(-1).astype(jnp.int32), caches), None
-
-        # Lengths are the integers of any cache, also of one within another.
-        caches = jax.tree.map(lambda x: x - steps if jnp.issubdtype(x.dtype, jnp.integer) else x, caches)
-        return jax.lax.scan(step, (tokens[:, -1:], caches), length=steps)[0][0]
-
-    caches = prefill(params, tokens)
-    calls = {"prefill": lambda: prefill(params, tokens), "decode": lambda: decode(params, caches)}
-    seconds = {name: statistics.median(found) for name, found in timing.alternate(calls, ROUNDS).items()}
-    return {
-        "prefill_tokens_per_second": length / seconds["prefill"],
-        "decode_tokens_per_second": steps / seconds["decode"],
-        "decode_state_bytes": state_bytes(model),
-    }
 
 
 def _losses_by_position(run: loading.Run, workdir: Path) -> np.ndarray:

@@ -112,28 +112,9 @@ def chosen_rate(protocol: Protocol, variant: Variant, folder: Path) -> tuple[flo
     return best, best in (protocol.rates[0], protocol.rates[-1])
 
 
-def curve(workdir: Path) -> np.ndarray:
-    """A run's validations as rows of tokens, seconds of training steps until then, and loss: `[n, 3]`."""
-    seconds, before, rows = 0.0, 0, []
-    for record in metrics.read(workdir / "metrics.jsonl"):
-        if record["split"] == "train":
-            seconds += (record["tokens"] - before) / record["tokens_per_second"]
-            before, rate = record["tokens"], record["tokens_per_second"]
-        elif record["split"] == "val" and before:
-            rows.append((record["tokens"], seconds + (record["tokens"] - before) / rate, record["loss"]))
-    return np.array(rows, np.float64).reshape(-1, 3)
-
-
-def loss_at(curve: np.ndarray, seconds: float) -> float:
-    """The loss after some seconds of training, interpolated between validations; NaN where the run ended sooner."""
-    if not len(curve) or not curve[0, 1] <= seconds <= curve[-1, 1]:
-        return math.nan
-    return float(np.interp(seconds, curve[:, 1], curve[:, 2]))
-
-
-def speed(workdir: Path) -> float:
-    """The median of a run's tokens per second in training; NaN without records."""
-    speeds = [
-        record["tokens_per_second"] for record in metrics.read(workdir / "metrics.jsonl") if record["split"] == "train"
-    ]
-    return float(np.median(speeds)) if speeds else math.nan
+def curve(workdir: Path, tokens_per_second: float = math.nan) -> np.ndarray:
+    """A run's validations as rows of tokens, seconds of training until then at a speed, and loss: `[n, 3]`."""
+    records = metrics.read(workdir / "metrics.jsonl")
+    rows = [(record["tokens"], record["loss"]) for record in records if record["split"] == "val" and record["tokens"]]
+    tokens, losses = np.array(rows, np.float64).reshape(-1, 2).T
+    return np.stack([tokens, tokens / tokens_per_second, losses], axis=1)

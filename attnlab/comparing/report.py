@@ -11,6 +11,7 @@ from attnlab.comparing import page, statistics, table
 from attnlab.comparing import protocol as protocols
 from attnlab.comparing.charts import Chart
 from attnlab.comparing.protocol import Protocol
+from attnlab.comparing.race import ROUNDS, Race
 from attnlab.comparing.replication import Published
 from attnlab.comparing.variants import Variant, config_of
 from attnlab.config import RunConfig
@@ -48,20 +49,24 @@ class Part(NamedTuple):
 
 
 def section(
-    part: Part, rows: Sequence[Mapping], final: Mapping[str, list[Point]], measured: Mapping, others: Sequence[str]
+    part: Part, rows: Sequence[Mapping], final: Mapping[str, list[Point]], measured: Mapping, raced: Race | None
 ) -> page.Section:
-    """The section of a part, on its rows, the final runs of each variant, their measurements, and more notes."""
+    """The section of a part, on its rows, the final runs of each variant, their measurements, and their race."""
     measure = part.protocol.measure
-    timed = not others and measure == "loss"  # else seconds are not comparable
     first, every = table.first_columns(rows, measure, part.match), table.all_columns(rows)
-    curves = {name: [protocols.curve(part.folder / point.name) for point in of] for name, of in final.items()}
+    speeds = {row["variant"]: row["train_tokens_per_second"] or np.nan for row in rows}
+    curves = {
+        name: [protocols.curve(part.folder / point.name, speeds[name]) for point in points]
+        for name, points in final.items()
+    }
     flops = {row["variant"]: row["flops_per_token_train"] for row in rows}
+    timed = measure == "loss" and raced is not None
     charts = [*_learning(curves, flops, timed), *_against_state(rows, measure), *_against_length(measured)]
     return page.Section(
         part.name or "text",
-        table.sentences(rows, measure, timed),
+        table.sentences(rows, measure),
         _table(rows, first),
-        _notes(part, rows) + list(others),
+        _notes(part, rows, raced),
         charts,
         {"All columns": _table(rows, every), "All runs": _runs(part, final)},
     )
@@ -71,7 +76,7 @@ def _table(rows: Sequence[Mapping], names: Sequence[str]) -> page.Table:
     return page.Table(table.cells(rows, names), [[row[name] for name in names] for row in rows])
 
 
-def _notes(part: Part, rows: Sequence[Mapping]) -> list[str]:
+def _notes(part: Part, rows: Sequence[Mapping], raced: Race | None) -> list[str]:
     protocol = part.protocol
     rates, tuning = ", ".join(f"{rate:g}" for rate in protocol.rates), len(protocol.tuning_seeds)
     on = "text" if protocol.measure == "loss" else "sequences"
@@ -89,6 +94,14 @@ def _notes(part: Part, rows: Sequence[Mapping]) -> list[str]:
         )
     if protocol.measure == "accuracy" and rows[0].get("accuracy_2x") is not None:
         notes.append("Accuracies at 2× and more are of the answers in the second half of sequences of that length.")
+    if raced:
+        notes.append(
+            f"Tokens/s and seconds are of one race of all variants in turn, medians (lowest to highest) of {ROUNDS} "
+            f"rounds, {raced.hour}, {raced.machine}; a verdict after as many seconds holds in every round."
+        )
+    if any(row["verdict"] == table.UNTRAINED for row in rows):
+        guess = f"a guess among the tokens of a sequence, {rows[0]['blind']:.3f}"
+        notes.append(f"Not trained far enough: neither variant is better than {guess}, by more than chance.")
     if any(row["conforms"] is not None for row in rows):
         notes.append("Conforms: the largest error of a variant's operators, in units of its bound.")
     return [*notes, *remarks(part, rows)]

@@ -43,12 +43,15 @@ class Difference(NamedTuple):
     seeds_needed: tuple[int, int, int] | None
 
 
-def differences(losses: Sequence[Sequence[float]] | np.ndarray, resolution: float = 0.0) -> list[Difference]:
+def differences(
+    losses: Sequence[Sequence[float]] | np.ndarray, resolution: float = 0.0, of: int | None = None
+) -> list[Difference]:
     """Each variant's differences from the first one.
 
     Args:
       losses: of each variant, by seed, the same seeds for all: `[variants][seeds]`; NaN where a run failed.
       resolution: the step between two losses, 1/N for shares of N answers: seeds that agree to it may still differ.
+      of: how many differences the table has; None for these.
 
     Returns:
       One for each variant but the first.
@@ -59,7 +62,7 @@ def differences(losses: Sequence[Sequence[float]] | np.ndarray, resolution: floa
     """
     losses = np.asarray(losses, np.float64)
     paired = [row[~np.isnan(row)] for row in losses[1:] - losses[0]]
-    return [_difference(row, len(paired), resolution) for row in paired]
+    return [_difference(row, of or len(paired), resolution) for row in paired]
 
 
 def _difference(paired: np.ndarray, variants: int, resolution: float) -> Difference:

@@ -3,6 +3,7 @@
 import csv
 import math
 import re
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import numpy as np
 
 from attnlab.comparing import protocol as protocols
+from attnlab.comparing import race as races
 from attnlab.comparing import statistics
 from attnlab.comparing.protocol import Protocol
+from attnlab.comparing.race import LONGER, SPEEDS
 from attnlab.comparing.variants import Variant
+from attnlab.data.tasks import named
 from attnlab.nn import custom
 from attnlab.study.report import mean_and_margin
 from attnlab.support import paths
@@ -20,7 +24,6 @@ from attnlab.support.errors import UserError
 
 TABLE, TEXT = "table.csv", "table.md"
 FACTS = ("parameters", "flops_per_token_train", "flops_per_token_decode", "peak_memory_bytes")
-SPEEDS = ("prefill_tokens_per_second", "decode_tokens_per_second", "decode_state_bytes")
 LENGTHS = {"loss": (1, 2, 4), "accuracy": (1, 2, 4, 8)}  # over the training's, at which a measure is recorded
 # The names of columns in a table; one without news is left out.
 NAMES = {
@@ -62,6 +65,7 @@ COSTS = {
     "state": "decode_state_bytes_1x",
 }
 INTERVALS = ("loss", "accuracy", "difference_loss", "difference_accuracy", "loss_at_equal_time")
+UNTRAINED = "not trained far enough"
 WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 
 
@@ -71,27 +75,43 @@ def rows(
     folder: Path,
     rates: Mapping[str, tuple[float, bool]],
     measured: Mapping[str, Mapping],
+    speeds: Mapping[str, Mapping[str, Sequence[float]]] = types.MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """The records of a comparison with the first variant, one a variant, in their order."""
+    """The records of a comparison with the first variant, one a variant, in their order.
+
+    `measured` and `speeds`, of one race, are by variant and column.
+    """
     points = [protocol.final(variant, rates[variant.name][0]) for variant in variants]
     workdirs = [[folder / point.name for point in of_variant] for of_variant in points]
     results = {
         measure: np.array([[protocols.result(workdir, measure) for workdir in of_variant] for of_variant in workdirs])
         for measure in dict.fromkeys((protocol.measure, "loss"))
     }
-    at_time = _at_equal_time(workdirs)
+    raced = [speeds.get(variant.name, {}) for variant in variants]
+    at_time, in_time = races.at_equal_time(workdirs, [each.get(SPEEDS[0], [math.nan]) for each in raced])
     sign = -1 if protocol.measure == "accuracy" else 1  # the lower result is the better one
-    resolution = protocols.resolution(points[0][0].config, protocol.measure)
+    config = points[0][0].config
+    resolution = protocols.resolution(config, protocol.measure)
     steps = {"loss": 0.0, protocol.measure: resolution}
     compared = [None, *statistics.differences(sign * results[protocol.measure], resolution)]
-    in_time = [None, *statistics.differences(at_time)]
+    means = [
+        {key: x for name, of in results.items() for key, x in _mean(name, of[n], steps[name]).items()}
+        for n in range(len(variants))
+    ]
+    task = named.parse(config.data.name)
+    blind = task.blind(config.model.context) if task else None
+    # A guess on as many answers is better by chance, by two of its standard deviations at most.
+    guessed = blind + 2 * (blind * (1 - blind) * resolution) ** 0.5 if task else math.nan
+    are_blind = [means[n].get("accuracy") is not None and means[n]["accuracy"] <= guessed for n in range(len(means))]
     return [
         {
             "variant": variant.name,
-            **{key: x for name, of in results.items() for key, x in _mean(name, of[n], steps[name]).items()},
+            **means[n],
             "seeds": int((~np.isnan(results["loss"][n])).sum()),
             "pairs": int((~np.isnan(results["loss"][n] - results["loss"][0])).sum()),
             **_difference(compared[n], protocol.measure, sign),
+            **({"verdict": UNTRAINED} if n and are_blind[0] and are_blind[n] else {}),
+            **({"blind": blind} if task else {}),
             "version": custom.version(points[n][0].config.model.used) or None,
             "diverged": sum(map(protocols.diverged, workdirs[n])),
             "failed": int(np.isnan(results["loss"][n]).sum()),
@@ -99,26 +119,20 @@ def rows(
             "learning_rate_at_edge": rates[variant.name][1],
             "comparable": variant.comparable,
             **_mean("loss_at_equal_time", at_time[n]),
-            "verdict_at_equal_time": in_time[n] and in_time[n].verdict,
+            "verdict_at_equal_time": in_time[n],
             **_measured(measured.get(variant.name, {}), protocol.measure),
-            "train_tokens_per_second": _median([protocols.speed(workdir) for workdir in workdirs[n]]),
+            **_speeds(raced[n]),
         }
         for n, variant in enumerate(variants)
     ]
 
 
-def _at_equal_time(workdirs: Sequence[Sequence[Path]]) -> np.ndarray:
-    """The losses of all runs after as many seconds as the fastest run takes; of chance for one that diverged."""
-    curves = [[protocols.curve(workdir) for workdir in of_variant] for of_variant in workdirs]
-    ended = [[not protocols.diverged(workdir) for workdir in of_variant] for of_variant in workdirs]
-    ends = [c[-1, 1] for found, whole in zip(curves, ended) for c, is_whole in zip(found, whole) if is_whole and len(c)]
-    seconds = min(ends, default=math.nan)
-    return np.array(
-        [
-            [protocols.loss_at(c, seconds) if is_whole else protocols.result(at) for c, is_whole, at in zip(*of)]
-            for of in zip(curves, ended, workdirs)
-        ]
-    )
+def _speeds(raced: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
+    """The median speeds of a variant, and the range of the training's."""
+    found = {name: float(np.median(raced[name])) if name in raced else None for name in SPEEDS}
+    trained = raced.get(SPEEDS[0])
+    ends = (min(trained), max(trained)) if trained else (None, None)
+    return found | {f"{SPEEDS[0]}_{end}": value for end, value in zip(("low", "high"), ends)}
 
 
 def _mean(name: str, results: np.ndarray, resolution: float = 0.0) -> dict:
@@ -139,15 +153,10 @@ def _difference(found: statistics.Difference | None, measure: str, sign: int) ->
 def _measured(found: Mapping, measure: str) -> dict:
     """Of the measurements of a variant, what a table has: costs, lengths, and whether its operators conform."""
     lengths = [f"{measure}_{times}x" for times in LENGTHS[measure]]
-    speeds = [f"{name}_{times}x" for name in SPEEDS for times in (1, 8)]
+    sizes = [f"decode_state_bytes_{times}x" for times in LONGER]
     certificate = found.get("certificate") or {}
     conforms = {"conforms": certificate.get("conforms"), "conforms_worst": certificate.get("worst")}
-    return conforms | {name: found.get(name) for name in (*FACTS, *lengths, *speeds)}
-
-
-def _median(values: Sequence[float]) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
-    return float(np.median(known)) if known else None
+    return conforms | {name: found.get(name) for name in (*FACTS, *lengths, *sizes)}
 
 
 def _number(value: float) -> float | None:
@@ -157,13 +166,13 @@ def _number(value: float) -> float | None:
 # In words ------------------------------------------------------------------------------------------------------------
 
 
-def sentences(found: Sequence[Mapping], measure: str, timed: bool = True) -> list[str]:
-    """The answer, a sentence for each variant but the first; `timed`: also after as many seconds of training."""
-    return [_sentence(row, found[0]["variant"], measure, timed) for row in found[1:]]
+def sentences(found: Sequence[Mapping], measure: str) -> list[str]:
+    """The answer, a sentence for each variant but the first."""
+    return [_sentence(row, found[0], measure) for row in found[1:]]
 
 
-def _sentence(row: Mapping, first: str, measure: str, timed: bool) -> str:
-    name, difference, verdict = row["variant"], row[f"difference_{measure}"], row["verdict"]
+def _sentence(row: Mapping, start: Mapping, measure: str) -> str:
+    name, difference, verdict, first = row["variant"], row[f"difference_{measure}"], row["verdict"], start["variant"]
     if verdict == "failed":
         return f"{name} has no run to compare with {first}."
     count = WORDS[row["pairs"]] if row["pairs"] < len(WORDS) else f"{row['pairs']}"
@@ -171,6 +180,9 @@ def _sentence(row: Mapping, first: str, measure: str, timed: bool) -> str:
     half, p = row[f"difference_{measure}_interval"], row["difference_p"]
     digits = _digits(half or difference, 3)
     around = f" ± {half:.{digits}f}" if half is not None else ""
+    if verdict == UNTRAINED:
+        answers = f"they answer {row[measure]:.3f} and {start[measure]:.3f} rightly, a blind guess {row['blind']:.3f}"
+        return f"{name} and {first} are not trained far enough to compare: {answers} ({count})."
     evidence = f"{count}" if p is None else f"p {_p(p) if p < 0.001 else f'= {_p(p)}'}, {count}"
     if verdict == statistics.OPEN:
         needed = row["difference_seeds_needed"] and _cell("difference_seeds_needed", row).replace(" (", " seeds (")
@@ -180,7 +192,7 @@ def _sentence(row: Mapping, first: str, measure: str, timed: bool) -> str:
     else:
         by = f"{abs(difference):.{digits}f}{around}{_unit(measure)}"
         text = f"{name} is {verdict} than {first} by {by} after as many tokens ({evidence})"
-    later = row["verdict_at_equal_time"] if timed and row["diverged"] < row["seeds"] else None
+    later = row["verdict_at_equal_time"] if measure == "loss" else None
     if later in ("better", "worse", statistics.OPEN):
         text += f", {'also' if later == verdict else f'but {later}'} after as many seconds"
     return text + "."
@@ -236,6 +248,8 @@ def _cell(name: str, row: Mapping) -> str:
         half = row[f"{name}_interval"]
         sign, digits = "+" if name.startswith("difference") else "", _digits(half, 4)
         return f"{value:{sign}.{digits}f}" + (f" ± {half:.{digits}f}" if half is not None else "")
+    if name == SPEEDS[0]:
+        return f"{value:,.0f} ({row[f'{name}_low']:,.0f} to {row[f'{name}_high']:,.0f})"
     if name == "learning_rate":
         return f"{value:.3g}" + (" (edge)" if row["learning_rate_at_edge"] else "")
     if name == "difference_p":

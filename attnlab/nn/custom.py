@@ -266,12 +266,29 @@ def _config_of(value, name: str) -> type[LayerConfig]:
         field, value = ("mask", value) if isinstance(value, Mask) else ("score_mod", as_tuple(value)[0])
         content = {field: value, "__annotations__": {field: ClassVar[Any]}, "__doc__": f"Attention with {name}."}
         return type(name, (AttentionConfig,), content, kind=name)
-    if not issubclass(value, Layer):
-        content = {"plain": value, "__module__": value.__module__, "__doc__": value.__doc__}
-        value = type(value.__name__, (Plain, value), content)
+    value = _layer_of(value)
     bases = {MultiHeadAttention: AttentionConfig, RecurrentMixer: RecurrentConfig, Layer: LayerConfig}
     base = next(config for layer, config in bases.items() if issubclass(value, layer))
     return type(f"{name}Config", (base,), {"__doc__": value.__doc__}, of=value, kind=name)
+
+
+def as_layer(module: nn.Module) -> Layer:
+    """A module as a layer: itself, or a `Plain` one of the same fields; UserError for anything else."""
+    if not isinstance(module, nn.Module):
+        name = getattr(module, "__name__", None)
+        raise UserError(f"{module!r} is no module: expected {f'one of it, {name}(…)' if name else 'a layer'}")
+    if isinstance(module, Layer):
+        return module
+    fields = [field.name for field in dataclasses.fields(module) if field.init and field.name not in ("parent", "name")]
+    return _layer_of(type(module))(**{name: getattr(module, name) for name in fields})
+
+
+def _layer_of(module: type[nn.Module]) -> type[Layer]:
+    """A class of layers: a module's own, or a `Plain` one."""
+    if issubclass(module, Layer):
+        return module
+    content = {"plain": module, "__module__": module.__module__, "__doc__": module.__doc__}
+    return type(module.__name__, (Plain, module), content)
 
 
 def _without_default(module: type[nn.Module]) -> list[str]:

@@ -1,12 +1,15 @@
 """Timing on a noisy machine: contenders alternate."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import jax
 
+Name = TypeVar("Name")
 
-def alternate(contenders: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
+
+def alternate(contenders: Mapping[Name, Callable], rounds: int) -> dict[Name, list[float]]:
     """Time contenders in alternation: A B C A B C …
 
     Args:

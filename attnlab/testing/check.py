@@ -1,11 +1,13 @@
 """A function of attention, held to the specification feature by feature."""
 
+import collections
 import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +57,8 @@ class Row:
       cases: how many calls were computed.
       gradients: whether gradients were compared.
       code: Python that shows the smallest call that was found to fail, or "".
+      fault: what wrong rows of one fault have in common: the first result that is wrong, what is computed in its place,
+        or the exception.
 
     >>> Row("causal", "refused").cases
     0
@@ -67,11 +71,17 @@ class Row:
     cases: int = 0
     gradients: bool = False
     code: str = ""
+    fault: str = ""
+
+    def line(self, width: int, like: str = "") -> str:
+        """The row as a line; `like` is the first feature with the same fault."""
+        why = f"like {like}: {self.fault}" if like else self.why
+        calls = f"{self.cases:3} calls" + ("" if self.gradients or not self.cases else ", no gradients")
+        return f"{self.feature:{width}}  {self.outcome:8}{self.worst:8.2f}  {calls}" + (f"  {why}" if why else "")
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """The results of a check, feature by feature; as a string, a table.
+class Report(str):
+    """The results of a check, feature by feature, as a text, which `assert report.ok, report` prints whole in pytest.
 
     Attributes:
       rows: one a feature.
@@ -82,7 +92,21 @@ class Report:
     """
 
     rows: tuple[Row, ...]
-    meanings: dict[str, str] = dataclasses.field(default_factory=dict)
+    meanings: dict[str, str]
+
+    def __new__(cls, rows: tuple[Row, ...], meanings: Mapping[str, str] = types.MappingProxyType({})):
+        """The report of some rows."""
+        width, first = max((len(row.feature) for row in rows), default=0), likes(rows)
+        lines = [row.line(width, first.get(row.feature, "")) for row in rows]
+        lines += [f"{choice}: {made}" for choice, made in meanings.items()]
+        followed = follows(meanings)
+        report = super().__new__(
+            cls, "\n".join([*lines, *[f"as {', '.join(followed)}"] * bool(followed), counts(rows)])
+        )
+        report.rows, report.meanings = rows, dict(meanings)
+        return report
+
+    __repr__ = str.__str__
 
     @property
     def ok(self) -> bool:
@@ -97,22 +121,36 @@ class Report:
             raise KeyError(f"{feature!r} was not checked: {', '.join(rows)} were")
         return rows[feature]
 
-    def __str__(self):
-        width = max(len(row.feature) for row in self.rows)
-        lines = [
-            f"{row.feature:{width}}  {row.outcome:8}{row.worst:8.2f}  {row.cases:3} calls"
-            + ("" if row.gradients or not row.cases else ", no gradients")
-            + (f"  {row.why}" if row.why else "")
-            for row in self.rows
-        ]
-        lines += [f"{choice}: {made}" for choice, made in self.meanings.items()]
-        return "\n".join(lines + ([f"as {', '.join(self.follows)}"] if self.follows else []))
-
     @property
     def follows(self) -> list[str]:
         """The names in `PROFILES` that made all the choices that were seen."""
-        seen = {choice: made for choice, made in self.meanings.items() if choice in (MASKED_ROW, DIAGONAL)}
-        return [name for name, made in PROFILES.items() if len(seen) == 2 and seen.items() <= made.items()]
+        return follows(self.meanings)
+
+
+def likes(rows: Iterable[Row]) -> dict[str, str]:
+    """The features whose fault an earlier one has, and the first of these."""
+    first, found = {}, {}
+    for row in rows:
+        if row.outcome in ("wrong", "ignored") and row.fault:
+            earlier = first.setdefault((row.outcome, row.fault), row.feature)
+            found |= {row.feature: earlier} if earlier != row.feature else {}
+    return found
+
+
+def counts(rows: Sequence[Row]) -> str:
+    """How many features have each outcome, and how many faults are behind the wrong ones."""
+    found = collections.Counter(row.outcome for row in rows)
+    parts = [f"{found[outcome]} {outcome}" for outcome in get_args(Outcome) if found[outcome]]
+    wrong = found["wrong"] + found["ignored"]
+    faults = wrong - len(likes(rows))
+    ending = f"; {faults} fault{'s' * (faults > 1)}" if wrong else ""
+    return f"{len(rows)} features: {', '.join(parts)}{ending}"
+
+
+def follows(meanings: Mapping[str, str]) -> list[str]:
+    """The names in `PROFILES` that make all of some choices."""
+    seen = {choice: made for choice, made in meanings.items() if choice in (MASKED_ROW, DIAGONAL)}
+    return [name for name, made in PROFILES.items() if len(seen) == 2 and seen.items() <= made.items()]
 
 
 def check_attention(
@@ -238,11 +276,21 @@ def _row(operator: Operator, subject: Subject, feature, gradients: bool, where: 
         if finding.outcome != "right":
             case, finding = _shrunk(operator, subject, case, finding, compares)
             code = operator.code(case, finding.why, compares)
-            return Row(feature.name, finding.outcome, finding.why, finding.worst, compared, compares, code)
+            why, fault = finding.why, finding.fault or finding.why
+            return Row(feature.name, finding.outcome, why, finding.worst, compared, compares, code, fault)
     if operator.is_slow(subject, feature):
         return Row(feature.name, "slow", "its memory grows with Tq·Tk", worst, compared, compares)
-    why = "its products are in TF32" if rounding(feature.dtype) > float(jnp.finfo(feature.dtype).eps) else ""
-    return Row(feature.name, "right", why, worst, compared, compares)
+    return Row(feature.name, "right", _blind_spot(feature.dtype, where[0][1]), worst, compared, compares)
+
+
+def _blind_spot(dtype, shape: Shape | None) -> str:
+    """Which errors are within the bound of a coarse type; "" for float32."""
+    precision = rounding(dtype)
+    if precision <= np.finfo(np.float32).eps:
+        return ""
+    floor = (8 + math.sqrt(shape.kv_length) if shape else 4) * precision  # of `bounds`, or of the recurrence's
+    products = "its products are in TF32: " if precision > float(jnp.finfo(dtype).eps) else ""
+    return f"{products}errors up to {floor:.0%} of the largest value are within its bound"
 
 
 def _judged(operator: Operator, subject: Subject, case: Case, gradients: bool) -> tuple[Finding, bool]:
@@ -283,9 +331,19 @@ def compared(case: Case, found: dict, answers: Callable, error: Callable) -> Fin
         if error(case, "out", found["out"], other["out"], other["out"]) <= 1:
             outcome = "ignored" if words == drawn.WITHOUT else "wrong"
             return Finding(outcome, f"it computes {words}", worst, words)
-    sizes = (f"has an error of {errors[name]:.1f} times its bound" for name in wrong)
+    sizes = (f"has an error of {errors[name]:.1f} times its bound{_ratio(found[name], exact[name])}" for name in wrong)
     sizes = (size if math.isfinite(errors[name]) else "is not finite" for name, size in zip(wrong, sizes))
     return Finding("wrong", ", ".join(map(" ".join, zip(wrong, sizes))), worst, wrong[0])
+
+
+def _ratio(found, exact) -> str:
+    """Of what is found over what is expected, where that is not small, the range of nine in ten."""
+    found, exact = np.broadcast_arrays(np.asarray(found, np.float64), np.asarray(exact, np.float64))
+    large = (abs(exact) > 0.1 * abs(exact).max(initial=0)) & np.isfinite(found)
+    if not large.any():
+        return ""
+    low, high = (f"{end:.3g}" for end in np.quantile(found[large] / exact[large], [0.05, 0.95]))
+    return f" (found/expected {low}{f' to {high}' if high != low else ''})"
 
 
 # Attention

@@ -1,7 +1,10 @@
 """Laws of every layer that mixes tokens, whatever its formula."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -9,55 +12,101 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from attnlab.nn.custom import as_layer
+from attnlab.nn.digests import is_users
 from attnlab.nn.layer import Context, Layer, LayerOut
 from attnlab.support.errors import UserError
 
 LENGTH = 24  # tokens
-PIECES = (1, 0, 11, 1, 11)
+PIECES = (1, 11, 1, 11)
 CUT = 18  # within the last piece
 DOCUMENTS = (7, 17)
 PADDED = np.array([(5, 11), (6, 0)], np.int32)  # tokens of each sequence, in two calls of 11
 # Of the largest output. Float32 sums in another order differ by some units of 6e-8 a layer; a token that a check must
 # find changes outputs by its share of them.
 TOLERANCE = 1e-4
+USUAL_CAUSES = (
+    "usual causes are a norm or √x at 0, and a score mod that is not finite for a pair that the mask hides, as "
+    "log1p(i − j): its gradient there is 0 · NaN"
+)
 _ALONE = Context()
 
 
-def check_layer(layer: Layer, features: int, *, capacity: int = LENGTH, seed: int = 0) -> list[str]:
+def check_layer(layer: nn.Module, features: int, *, capacity: int = LENGTH, seed: int = 0) -> list[str]:
     """The faults of a layer that mixes tokens, each a sentence; [] for none.
 
     The layer must be causal; must give in pieces, with a cache, what it gives in one pass; must give packed and padded
-    sequences what they have alone; must have finite gradients, also where its inputs are 0; and must compute the same
-    in a loop over stacked layers, and on several devices, which split the batch.
+    sequences what they have alone; must have finite gradients, also where its inputs are 0; must compute the same
+    in a loop over stacked layers, and on several devices, which split the batch; and must take a piece of no tokens. An
+    exception of the layer is a fault, with the call and the user's line that raised it.
 
     Args:
-      layer: any `attnlab.nn.Layer`.
+      layer: any `attnlab.nn.Layer`; or a module from `[B, T, F]` to `[B, T, F]`, as `attnlab.nn.register` takes.
       features: F, width of the inputs.
       capacity: of its caches, 24 tokens; 12 or more suffice if its tokens attend to as few.
       seed: of parameters and inputs.
 
+    Raises:
+      UserError: what is no module, or a layer that refuses its own options.
+
     >>> from attnlab.nn import GatedDeltaNet
-    >>> check_layer(GatedDeltaNet(num_heads=2), features=8)
-    []
+    >>> check_layer(GatedDeltaNet(num_heads=2), features=8), check_layer(nn.Dense(8), features=8)
+    ([], [])
     """
-    x = np.random.default_rng(seed).standard_normal((2, LENGTH, features)).astype(np.float32)
-    params = _parameters(layer, x, seed)
-    apply = jax.jit(functools.partial(_forward, layer))
-    whole = apply(params, x).out
+    layer, x = as_layer(layer), np.random.default_rng(seed).standard_normal((2, LENGTH, features)).astype(np.float32)
+    compiled = jax.jit(functools.partial(_forward, layer))
+
+    def apply(params, x, context: Context = _ALONE, cache=None) -> LayerOut:
+        packed = " of packed documents" * (context.segments is not None)
+        parts = f"{packed}{', padded' * (context.lengths is not None)}{', and a cache' * (cache is not None)}"
+        with _during(f"a call with {x.shape[1]} tokens{parts}"):
+            return LayerOut(*compiled(params, x, context, cache))
+
+    def init_cache():
+        with _during("init_cache"):
+            return layer.init_cache(2, features, capacity)
+
+    try:
+        with _during("init"):
+            params = _parameters(layer, x, seed)
+        whole = apply(params, x).out
+    except _RaisedError as error:
+        return [str(error)]
     if whole.shape != x.shape:
         return [f"its outputs have shape {list(whole.shape)}, expected {list(x.shape)}, as its inputs"]
-    faults, run = [], _Run(layer, apply, params, x, whole, functools.partial(layer.init_cache, 2, features, capacity))
-    for fault, law in LAWS.items():
-        try:
-            error = law(run)
-        except UserError:
-            continue  # what a layer refuses, it does not compute wrongly
-        except Exception as error:  # whatever a user's code raises
-            faults.append(f"{fault} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})")
-            continue
-        if not error <= TOLERANCE:
-            faults.append(fault + (f" (by {error:.2g} of the largest)" if np.isfinite(error) else ""))
-    return faults
+    found = {fault: _found(fault, law, _Run(layer, apply, params, x, whole, init_cache)) for fault, law in LAWS.items()}
+    return list(dict.fromkeys(filter(None, found.values())))
+
+
+def _found(fault: str, law: Callable, run: "_Run") -> str:
+    """The fault if a layer breaks the law, or raises an exception; "" otherwise, and for what the layer refuses."""
+    try:
+        error = law(run)
+    except UserError:
+        return ""
+    except _RaisedError as raised:
+        return str(raised)
+    if isinstance(error, str):
+        return error and f"{fault}: {error}"
+    return "" if error <= TOLERANCE else fault + (f" (by {error:.2g} of the largest)" if np.isfinite(error) else "")
+
+
+class _RaisedError(Exception):
+    """An exception of a layer, told in a sentence."""
+
+
+@contextlib.contextmanager
+def _during(what: str) -> Iterator[None]:
+    """Context in which exceptions, but for a UserError, are told with what raised them."""
+    try:
+        yield
+    except (UserError, _RaisedError):
+        raise
+    except Exception as error:  # whatever a user's code raises
+        message = textwrap.shorten(str(error), 240, placeholder=" …")
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+        line = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        raise _RaisedError(f"{what} raises {type(error).__name__}: {message}{line}") from error
 
 
 def _forward(layer: Layer, params, x, context: Context = _ALONE, cache=None) -> LayerOut:
@@ -128,13 +177,19 @@ def _padded(run: _Run) -> float:
     return max(*errors, _error(following, run.whole[:, starts[0]][:, None]))
 
 
-def _gradients(run: _Run) -> float:
+def _gradients(run: _Run) -> str:
     def size(params, x):
         return (_forward(run.layer, params, x).out ** 2).sum()
 
     slopes = jax.jit(jax.grad(size, (0, 1)))
-    leaves = (leaf for x in (run.x, np.zeros_like(run.x)) for leaf in jax.tree.leaves(slopes(run.params, x)))
-    return 0.0 if all(np.isfinite(leaf).all() for leaf in leaves) else np.inf
+    for inputs, x in {"random inputs": run.x, "inputs of 0": np.zeros_like(run.x)}.items():
+        with _during("its gradient"):
+            found, of_inputs = slopes(run.params, x)
+        for path, leaf in [*jax.tree_util.tree_leaves_with_path(found), ((), of_inputs)]:
+            if not np.isfinite(leaf).all():
+                name = jax.tree_util.keystr(path[1:], simple=True, separator="/") or "the inputs"
+                return f"the gradient of {name} at {inputs}; {USUAL_CAUSES}"
+    return ""
 
 
 def _stacked(run: _Run) -> float:
@@ -143,7 +198,8 @@ def _stacked(run: _Run) -> float:
 
     second = jax.tree.map(lambda leaf: (0.9 * leaf).astype(leaf.dtype), run.params)
     both = jax.tree.map(lambda *leaves: np.stack(leaves), run.params, second)
-    found, _ = jax.jit(lambda params, x: jax.lax.scan(layer, x, params))(both, run.x)
+    with _during("a loop over stacked layers"):
+        found, _ = jax.jit(lambda params, x: jax.lax.scan(layer, x, params))(both, run.x)
     return _error(found, run.apply(second, run.whole).out)
 
 
@@ -155,7 +211,15 @@ def _sharded(run: _Run) -> float:
         x = jax.device_put(run.x, NamedSharding(mesh, PartitionSpec("data")))
         params = jax.device_put(run.params, NamedSharding(mesh, PartitionSpec()))
         apply = jax.jit(lambda params, x: _forward(run.layer, params, x).out)  # not `run.apply`, which has no rules
-        return _error(apply(params, x), run.whole)
+        with _during("a call that two devices split"):
+            return _error(apply(params, x), run.whole)
+
+
+def _no_tokens(run: _Run) -> float:
+    first, second = np.split(run.x[:, : sum(PIECES[:2])], PIECES[:1], axis=1)
+    cache = run.apply(run.params, first, cache=run.init_cache()).cache
+    after = run.apply(run.params, run.x[:, :0], cache=cache).cache
+    return _error(*(run.apply(run.params, second, cache=each).out for each in (after, cache)))
 
 
 LAWS = {
@@ -166,6 +230,7 @@ LAWS = {
     "its gradients are not finite": _gradients,
     "stacked in a loop, two layers do not give what they give one after another": _stacked,
     "where two devices split the batch, it does not give what it gives on one": _sharded,
+    "a piece of no tokens changes what follows": _no_tokens,  # last: few think of it, and it compiles again
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from attnlab import comparing
 from attnlab import config as configs
-from attnlab.comparing import protocol, table
+from attnlab.comparing import protocol, race, table
 from attnlab.comparing.protocol import Protocol
 from attnlab.comparing.variants import Variant
 from attnlab.nn import custom
@@ -40,12 +40,10 @@ def final(loss):
 DIVERGED = {"step": 3, "split": "diverged", "loss": None}
 
 
-def test_seconds_of_a_run_are_those_of_its_steps(tmp_path):
+def test_seconds_of_a_run_are_at_the_speed_of_a_race(tmp_path):
     records = [trained(2, 10.0), validated(2, 3.0), trained(4, 20.0), validated(6, 2.0), trained(6, 20.0)]
-    curve = protocol.curve(run(tmp_path / "run", *records))
-    np.testing.assert_allclose(curve, [[20, 2.0, 3.0], [60, 4.0, 2.0]])
-    assert protocol.loss_at(curve, 3.0) == 2.5 and math.isnan(protocol.loss_at(curve, 4.1))
-    assert math.isnan(protocol.loss_at(curve, 1.9)) and math.isnan(protocol.loss_at(curve[:0], 1.0))
+    curve = protocol.curve(run(tmp_path / "run", *records), 40.0)
+    np.testing.assert_allclose(curve, [[20, 0.5, 3.0], [60, 1.5, 2.0]])
 
 
 def test_run_that_diverged_has_the_loss_of_chance_and_an_unfinished_one_none(tmp_path):
@@ -119,15 +117,16 @@ def test_learning_rate_is_that_of_the_lowest_loss(tmp_path, losses, rate, at_edg
 @pytest.fixture
 def rows(tmp_path):
     """A table of two variants; the second has a run that diverged."""
-    speeds = {"one": [10.0, 20.0, 40.0], "two": [80.0] * 3}  # tokens per second, of 90 tokens
     losses = {"one": [1.0, 1.2, 1.1], "two": [1.5, None, 1.6]}
     for variant in VARIANTS:
-        for point, loss, speed in zip(PROTOCOL.final(variant, 1e-2), losses[variant.name], speeds[variant.name]):
-            steps = [trained(1, speed), validated(1, 2.0), trained(9, speed)]
+        for point, loss in zip(PROTOCOL.final(variant, 1e-2), losses[variant.name]):
+            steps = [trained(1, 1.0), validated(1, 2.0), trained(9, 1e6)]  # speeds of another hour
             run(tmp_path / point.name, *steps, *([DIVERGED] if loss is None else [validated(9, loss), final(loss)]))
     rates = {variant.name: (1e-2, False) for variant in VARIANTS}
     measured = {"one": {"parameters": 7, "loss_1x": 1.0, "loss_2x": 3.0}}
-    return table.rows(PROTOCOL, VARIANTS, tmp_path, rates, measured)
+    raced = {"one": [22.0, 20.0, 20.0], "two": [88.0, 80.0, 60.0]}  # tokens per second, of 90 tokens
+    speeds = {name: {"train_tokens_per_second": found} for name, found in raced.items()}
+    return table.rows(PROTOCOL, VARIANTS, tmp_path, rates, measured, speeds)
 
 
 def test_table_counts_runs_that_diverged_and_pairs_seeds(rows):
@@ -137,10 +136,47 @@ def test_table_counts_runs_that_diverged_and_pairs_seeds(rows):
     assert two["difference_loss"] == pytest.approx(two["loss"] - one["loss"]) and two["verdict"] == "not told apart"
     assert all(value is None for name, value in one.items() if name.startswith(("difference_", "verdict")))
     assert (one["loss_1x"], one["loss_2x"], one["loss_4x"], two["loss_1x"]) == (1.0, 3.0, None, None)
-    # After 1.125 s, when the fastest run ends: the first run is 0.125 s into 8, the second one 0.625 s into 4.
-    assert one["loss_at_equal_time"] == pytest.approx((2 - 0.125 / 8 + 2 - 0.8 * 0.625 / 4 + 2 - 0.9 * 0.875 / 2) / 3)
+    # After 1.125 s, when the fastest run ends: 22.5 tokens of the first variant, between 10 and 90.
+    assert one["loss_at_equal_time"] == pytest.approx(np.mean([2 - at * 12.5 / 80 for at in (1.0, 0.8, 0.9)]))
     assert two["loss_at_equal_time"] == pytest.approx(two["loss"])  # it is the fastest; chance counts where it diverged
-    assert (one["train_tokens_per_second"], two["train_tokens_per_second"]) == (20.0, 80.0)
+    names = [f"train_tokens_per_second{end}" for end in ("", "_low", "_high")]
+    assert [[row[name] for name in names] for row in rows] == [[20.0, 20.0, 22.0], [80.0, 60.0, 88.0]]
+    assert table.cells(rows, names[:1])[2] == ["80 (60 to 88)"]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "verdict"),
+    [([80.0, 80.0, 80.0], "better"), ([25.0, 80.0, 80.0], "not told apart"), ([20.0] * 3, "worse"), (None, None)],
+)
+def test_verdict_after_as_many_seconds_holds_in_every_round_of_the_race(tmp_path, speeds, verdict):
+    """The second variant needs 1.6 times as many tokens: it is better from 1.6 times the speed on."""
+    workdirs = [[tmp_path / f"{name}{seed}" for seed in range(3)] for name in "ab"]
+    for n, of_variant in enumerate(workdirs):
+        for seed, folder in enumerate(of_variant):
+            run(folder, *(validated(step, 3 + seed / 100 - step / (10 + 6 * n)) for step in range(1, 10)))
+    _, (first, found) = race.at_equal_time(workdirs, [[20.0] * 3, speeds or [math.nan]])
+    assert (first, found) == (None, verdict)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "verdict"),
+    [
+        ([[0.10, 0.11, 0.12], [0.04, 0.05, 0.06]], "not trained far enough"),
+        ([[0.10, 0.11, 0.12], [0.24, 0.25, 0.26]], "better"),
+        ([[0.24, 0.25, 0.26], [0.04, 0.05, 0.06]], "worse"),
+    ],
+)
+def test_accuracies_no_better_than_a_blind_guess_have_no_verdict(tmp_path, accuracies, verdict):
+    name = "--config.data.name=task:recall pairs=8"  # of eight values in a sequence, one of 26 kinds
+    tasks = PROTOCOL._replace(options=(*PROTOCOL.options, name), measure="accuracy")
+    for variant, found in zip(VARIANTS, accuracies):
+        for point, accuracy in zip(tasks.final(variant, 1e-2), found):
+            run(tmp_path / point.name, final(3.0) | {"accuracy": accuracy})
+    rows = table.rows(tasks, VARIANTS, tmp_path, {variant.name: (1e-2, False) for variant in VARIANTS}, {})
+    assert (rows[1]["verdict"], rows[1]["blind"]) == (verdict, 1 / 8)
+    (sentence,) = table.sentences(rows, "accuracy")
+    untrained = "two and one are not trained far enough to compare: they answer 0.050 and 0.110 rightly, a blind guess "
+    assert sentence.startswith(untrained + "0.125" if "enough" in verdict else f"two is {verdict} than one by 0.")
 
 
 def test_table_comes_back_as_it_was(rows, tmp_path):
@@ -160,7 +196,8 @@ def test_sentence_says_by_how_much_on_what_evidence_and_whether_time_agrees():
         "b is better than a by 0.172 ± 0.005 nats after as many tokens (p < 0.001, five seeds), but worse after as "
         "many seconds."
     ]
-    assert table.sentences([{"variant": "a"}, row], "loss", timed=False)[0].endswith("five seeds).")
+    untimed = row | {"verdict_at_equal_time": None}
+    assert table.sentences([{"variant": "a"}, untimed], "loss")[0].endswith("five seeds).")
     row |= {"verdict": "not told apart", "difference_p": 0.31, "difference_seeds_needed": 24}
     row |= {"difference_seeds_needed_low": 9, "difference_seeds_needed_high": 1000}
     (text,) = table.sentences([{"variant": "a"}, row], "loss")

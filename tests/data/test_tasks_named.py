@@ -1,5 +1,6 @@
 """Tasks that a config names: answers, chance, parsing, and batches."""
 
+import collections
 import itertools
 
 import numpy as np
@@ -47,6 +48,15 @@ def solved(name, row):
     return answers
 
 
+def guessed(tokens, targets):
+    """The accuracy of one answer a sequence: its most frequent token that is one anywhere, the last of several."""
+    kinds, right = set(targets[targets >= 0].tolist()), 0
+    for row, wanted in zip(tokens.tolist(), targets):
+        found = collections.Counter(token for token in reversed(row) if token in kinds)
+        right += (wanted == found.most_common(1)[0][0]).sum()
+    return right / (targets >= 0).sum()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_batch_of_a_task_follows_its_rule_and_depends_on_seed_and_step(name):
     task = parse(name)
@@ -64,6 +74,9 @@ def test_batch_of_a_task_follows_its_rule_and_depends_on_seed_and_step(name):
     best = np.bincount(counted).max() / len(counted)
     # The largest of at most 8 shares, each of 2,000 independent sequences or more: five deviations above their mean.
     assert task.chance <= best + 1e-9 and best <= task.chance + 5 * (task.chance * (1 - task.chance) / 2000) ** 0.5
+    blind = task.blind(CASES[name])
+    # Five deviations of 2,000 independent sequences, and of the 10,000 draws that `blind` may rest on.
+    assert abs(guessed(tokens, targets) - blind) <= 5 * (blind * (1 - blind)) ** 0.5 * (2000**-0.5 + 10_000**-0.5)
     if batch.places is None:
         assert "parity" in name  # an answer at each digit
     else:

@@ -58,6 +58,16 @@ def test_code_of_a_fault_shows_it_in_a_small_call(capsys):
     assert values["call"].q.size < 100
 
 
+def test_report_tells_a_fault_of_several_features_once_and_is_a_text():
+    function, features = faults.with_fault("gradient of k off by 1 %"), ["plain", "causal", "bfloat16"]
+    report = check_attention(function, features=features, cases=1, shapes=SMALL)
+    plain, causal, half, *_, last = report.splitlines()  # as pytest prints it after `assert report.ok, report`
+    assert plain.endswith("times its bound (found/expected 1.01)") and repr(report) == str(report)
+    assert causal.endswith("like plain: the gradient of k")
+    assert half.endswith("errors up to 9% of the largest value are within its bound")  # (8 + √13) 2⁻⁷
+    assert last == "3 features: 1 right, 2 wrong; 1 fault" and not report.ok
+
+
 def test_right_implementation_is_right_and_its_choices_are_told():
     features = ["causal", "masked rows", "large scores", "dropout", "causal bfloat16", "vmap", "remat", "sharded"]
     report = check_attention(faults.with_fault(""), features=features, cases=1, shapes=SMALL)
@@ -69,12 +79,13 @@ def test_right_implementation_is_right_and_its_choices_are_told():
         "causal with fewer queries than keys": "the first query sees the first key",
     }
     assert report.meanings == meanings | {"the lse of bfloat16 is in": "float32"}
-    assert report.follows == ["torch", "ONNX"] and str(report).endswith("as torch, ONNX")
+    assert report.follows == ["torch", "ONNX"] and str(report).endswith("\nas torch, ONNX\n8 features: 8 right")
 
 
 def test_products_in_tf32_have_its_bound_and_are_told(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for precision, why in (("highest", ""), (None, "its products are in TF32")):
+    bound = "its products are in TF32: errors up to 1% of the largest value are within its bound"  # (8 + √13) 2⁻¹⁰
+    for precision, why in (("highest", ""), (None, bound)):
         with jax.default_matmul_precision(precision):
             row = check_attention(faults.with_fault(""), features=["causal"], cases=1, shapes=SMALL)["causal"]
         assert (row.outcome, row.why) == ("right", why)

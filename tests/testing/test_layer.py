@@ -1,10 +1,15 @@
 """Each law of a layer notices a fault that the others do not; tests/nn/test_layers.py applies them to all layers."""
 
+import linecache
+import re
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 
 from attnlab.nn import CausalConv, sharding
+from attnlab.support.errors import UserError
 from attnlab.testing import check_layer
 from attnlab.testing.layer import LAWS
 
@@ -63,12 +68,26 @@ def failing(x, context, mix):
     return mix(context)
 
 
+def split(x, context, mix):
+    """A reshape that cannot know its size where there are no tokens."""
+    found = mix(context)
+    return found._replace(out=found.out.reshape(*x.shape[:2], 4, -1).reshape(x.shape))
+
+
+def hidden(x, context, mix):
+    """A score that is NaN for later keys, which a mask hides."""
+    found, places = mix(context), jnp.arange(x.shape[1], dtype=x.dtype)
+    score = jnp.log1p(places[:, None] - places) * jnp.nan_to_num(x).sum()
+    score = jnp.where(places[:, None] >= places, score, 0)
+    return found._replace(out=found.out + 0 * score.sum(-1)[None, :, None])
+
+
 def narrow(x, context, mix):
     found = mix(context)
     return found._replace(out=found.out[..., :7])
 
 
-CAUSAL, IN_PIECES, PACKED, PADDED, GRADIENTS, STACKED, SHARDED = LAWS
+CAUSAL, IN_PIECES, PACKED, PADDED, GRADIENTS, STACKED, SHARDED, NO_TOKENS = LAWS
 
 
 FAULTS = {
@@ -77,9 +96,11 @@ FAULTS = {
     leaking: PACKED,
     padding_kept: PADDED,
     root: GRADIENTS,
-    narrower: STACKED,
+    narrower: "a loop over stacked layers raises TypeError: scan body function carry input and carry output must have ",
     averaged: SHARDED,
-    failing: f"{PACKED} (NotImplementedError: documents)",
+    failing: f"a call with 24 tokens of packed documents raises NotImplementedError: documents ({__file__}, line ",
+    split: "a call with 0 tokens, and a cache raises ZeroDivisionError: ",
+    hidden: f"{GRADIENTS}: the gradient of the inputs at random inputs; usual causes are ",
     narrow: "its outputs have shape [2, 24, 7], expected [2, 24, 8], as its inputs",
 }
 
@@ -88,3 +109,28 @@ FAULTS = {
 def test_planted_fault_of_a_layer_is_found_by_its_law_alone(fault):
     (found,) = check_layer(Convolution(fault=fault), features=8)
     assert found.startswith(FAULTS[fault])
+
+
+@pytest.mark.usefixtures("own_errors")
+def test_plain_module_is_checked_as_a_layer():
+    assert check_layer(nn.Dense(8), features=8) == []
+
+    class Mean(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x.mean(axis=1, keepdims=True) + nn.Dense(8)(x)
+
+    assert check_layer(Mean(), features=8)[0].startswith(CAUSAL)
+    with pytest.raises(UserError, match=r"expected one of it, Mean\(…\)"):
+        check_layer(Mean, features=8)
+
+
+def test_layer_that_raises_is_told_with_its_line():
+    class Odd(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x @ jnp.ones((7, 7))
+
+    (found,) = check_layer(Odd(), features=8)
+    line = re.fullmatch(rf"init raises TypeError: .* \({re.escape(__file__)}, line (\d+)\)", found)
+    assert "jnp.ones((7, 7))" in linecache.getline(__file__, int(line[1]))

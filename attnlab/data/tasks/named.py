@@ -7,6 +7,7 @@ import dataclasses
 import re
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Int
 
 from attnlab.data.tasks.associations import recall, spread_recall
@@ -40,6 +41,10 @@ class Task:
     def answers_of(self, length: int) -> int:
         """The most answers of a sequence of `length` tokens."""
         raise NotImplementedError
+
+    def blind(self, length: int) -> float:
+        """The accuracy of the best guess among the tokens of a sequence that ignores what is asked, and their order."""
+        return self.chance
 
     def draw(self, step: Number, *, batch_size: int, length: int, seed: Number = 0) -> Drawn:
         """(Tokens, targets), int32 `[B, T]` each: T = `length`, and targets are −1 where there is no answer."""
@@ -94,14 +99,21 @@ class Recall(Task):
     def answers_of(self, length) -> int:
         return self.pairs
 
+    def blind(self, length) -> float:
+        return sum(1 / pairs for pairs in self._numbers) / len(self._numbers)  # the values of a sequence differ
+
+    @property
+    def _numbers(self) -> list[int]:
+        """The numbers of pairs, each as often."""
+        doubled = (self.fewest << n for n in range(self.pairs.bit_length())) if self.fewest else ()
+        return [*(number for number in doubled if number < self.pairs), self.pairs]
+
     def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
         """As `Task.draw`: `recall`, and blanks at the end where T is larger; or `spread_recall`."""
         if self.queries == "spread":
             sizes = {"batch_size": batch_size, "pairs": self.pairs, "length": length, "noise": self.filler == "noise"}
             return tuple(spread_recall(step, vocab_size=2 * self.symbols + 1, seed=seed, **sizes))
-        doubled = (self.fewest << n for n in range(self.pairs.bit_length())) if self.fewest else ()
-        numbers = [*(number for number in doubled if number < self.pairs), self.pairs]
-        sizes = {"batch_size": batch_size, "pairs": numbers, "rewrites": self.rewrites}
+        sizes = {"batch_size": batch_size, "pairs": self._numbers, "rewrites": self.rewrites}
         drawn = recall(step, vocab_size=2 * self.symbols + 1, seed=seed, **sizes)
         blanks = ((0, 0), (0, length - drawn.tokens.shape[1]))
         tokens = jnp.pad(drawn.tokens, blanks)
@@ -183,6 +195,9 @@ class Copy(Task):
     def answers_of(self, length) -> int:
         return self.symbols
 
+    def blind(self, length) -> float:
+        return _most_frequent(self.symbols, self.kinds)
+
     def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
         """As `Task.draw`: `selective_copies`."""
         sizes = {"batch_size": batch_size, "length": length, "symbols": self.symbols, "vocab_size": 2 + self.kinds}
@@ -211,6 +226,9 @@ class Induction(Task):
 
     def answers_of(self, length) -> int:
         return self.triggers
+
+    def blind(self, length) -> float:
+        return _most_frequent(length - 2 * self.triggers, self.kinds)
 
     def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
         """As `Task.draw`: `inductions`."""
@@ -252,6 +270,12 @@ def parse(name: str) -> Task | None:
 def _at_end(targets, length: int):
     """Targets of the last tokens as targets of all, −1 before."""
     return jnp.pad(targets, ((0, 0), (length - targets.shape[1], 0)), constant_values=-1)
+
+
+def _most_frequent(count: int, kinds: int) -> float:
+    """The mean share of the most frequent of so many kinds among `count` random symbols, by 10,000 draws."""
+    drawn = np.random.default_rng(0).multinomial(count, [1 / kinds] * kinds, size=10_000)
+    return float(drawn.max(axis=1).mean() / count)
 
 
 def _from(first: str, count: int) -> str:
