@@ -69,7 +69,7 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
                 _print_help(values, usage)
                 return 0
             parse(values, argv)
-            with workers.lost_signals_sent_again():
+            with workers.lost_signals_sent_again(), custom.versions_taken_once():
                 code = main(values)
             sys.stdout.flush()  # a full disk is told here, and not by Python at its end
             return code

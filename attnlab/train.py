@@ -151,6 +151,7 @@ def train(
     return _train(config, workdir, passed, on_step=on_step, eval_only=eval_only, **hooks)
 
 
+@custom.versions_taken_once()
 def _train(config, workdir, passed=NOTHING, *, eval_only, own_process=False, on_step=None, **hooks) -> TrainedRun:
     """`train`; in a process of its own a signal before the first step, and a second one, end it."""
     plan = runs.resolve(config, workdir, eval_only=eval_only, passed=passed)

@@ -5,10 +5,13 @@ import io
 import json
 import shutil
 
+import flax.linen as nn
+import jax
+import numpy as np
 import pytest
 
 import attnlab
-from attnlab import compare, sample, train
+from attnlab import compare, comparing, sample, train
 from attnlab.masks import SlidingWindow
 from attnlab.nn import custom
 from attnlab.score_mods import SoftCap
@@ -105,6 +108,23 @@ def test_train_takes_layers_mask_and_score_mod(tmp_path, capsys):
         train.train(config, tmp_path / "both", layers=Doubling, score_mod=SoftCap(5.0))
 
 
+FACTOR = 0.1
+
+
+def test_function_is_another_one_after_an_edit_of_what_it_uses(tmp_path, monkeypatch):
+    run = train.train(quick(steps=2, sample__length=0), tmp_path / "run", score_mod=steep)
+    assert run.load().config.steps == 2
+    monkeypatch.setitem(globals(), "FACTOR", 0.2)
+    with pytest.raises(
+        UserError, match="a run with score_mod = steep of sha256 .*, and score_mod= gives steep of"
+    ):
+        run.load()
+
+
+def steep(score, b, h, i, j):
+    return score - FACTOR * (i - j)
+
+
 def test_own_model_says_its_precision_and_what_works(tmp_path, capsys):
     config = quick(steps=2, data__tokenizer="byte", precision="auto")
     train.train(config, tmp_path / "run", model=Bigram())
@@ -140,3 +160,35 @@ def test_compare_checks_custom_layers_before_any_run(tmp_path, capsys):
     assert "Average: it is not causal: outputs change with later tokens" in capsys.readouterr().err
     assert compare.main([*words, "--check=off"]) == 0
     assert not (tmp_path / "compared").exists()
+
+
+SEEN, MEMO = [], {}
+
+
+class Remembering(nn.Module):
+    """A layer that leaves a list of tracers, a memo and a counter in globals."""
+
+    @nn.compact
+    def __call__(self, x):
+        SEEN.append(x)
+        MEMO["calls"] = MEMO.get("calls", 0) + 1
+        decay = MEMO.setdefault(x.shape[1], np.tril(np.ones((x.shape[1], x.shape[1]), np.float32)))
+        return nn.Dense(x.shape[-1])(decay @ x)
+
+
+def test_version_is_read_once_a_call_so_that_a_layer_may_remember(registry):
+    kind = custom.register(Remembering)
+    layers = attnlab.nn.GPT.of(layers=kind, width=8, num_heads=2).config.layers
+    with custom.versions_taken_once():
+        before = custom.version(layers)
+        jax.eval_shape(lambda x: Remembering().init_with_output(jax.random.key(0), x), np.ones((1, 3, 8)))
+        assert custom.version(layers) == before
+    assert custom.version(layers) != before  # until versions are of the traced program
+
+
+@pytest.mark.slow
+def test_layer_that_remembers_is_compared(tmp_path, registry):
+    variants = {"softmax": {}, "mine": Remembering}
+    options = {"workdir": tmp_path / "compared", "seeds": 2, "learning_rates": [1e-2]}
+    found = comparing.compare([*SMALL, "--config.sample.length=0"], variants, **options)
+    assert not found.failed and [row["seeds"] for row in found.rows] == [2, 2] and found.verdict("mine")

@@ -121,6 +121,7 @@ class _Found(NamedTuple):
     about: dict[str, str]
 
 
+@custom.versions_taken_once()
 def compare(
     config: str | ConfigDict | RunConfig | Sequence[str],
     variants: Mapping[str, Any],

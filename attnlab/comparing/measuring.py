@@ -34,6 +34,7 @@ TASK_LENGTHS = (1, 2, 4, 8)  # of sequences of a task, over the training's conte
 SPANS = ((0, 1), (1, 2), (2, FURTHEST))  # of positions, over the training's context
 
 
+@custom.versions_taken_once()
 def main(argv: list[str] | None = None) -> int:
     """Measure and write the file; returns the exit code."""
     words = (sys.argv if argv is None else argv)[1:]

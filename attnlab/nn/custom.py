@@ -7,6 +7,7 @@ imported kinds, whose code must be the same, by `digests.digest`.
 
 import ast
 import contextlib
+import contextvars
 import dataclasses
 import hashlib
 import importlib.util
@@ -14,7 +15,7 @@ import inspect
 import linecache
 import symtable
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -44,6 +45,7 @@ class Source(NamedTuple):
 
 
 _BUILT_IN = frozenset(KINDS.values())
+_TAKEN: contextvars.ContextVar[dict[int, tuple[Any, str]] | None] = contextvars.ContextVar("digests", default=None)
 _SOURCES: dict[str, tuple[Any, str, Path, str]] = {}  # by kind: a value, and its name in the text of a path
 
 
@@ -160,14 +162,34 @@ def sources(layers: Sequence[LayerConfig]) -> dict[str, Source]:
     found = {layer.kind: _SOURCES[layer.kind] for layer in layers if layer.kind in _SOURCES}
     names = {path: [name for _, name, of, _ in found.values() if of == path] for _, _, path, _ in found.values()}
     return {
-        kind: Source(path, text and reached(text, names[path]), digest(value))
-        for kind, (value, _, path, text) in found.items()
+        kind: Source(path, text and reached(text, names[path]), _digest(kind))
+        for kind, (_, _, path, text) in found.items()
     }
+
+
+@contextlib.contextmanager
+def versions_taken_once() -> Iterator[None]:
+    """Context, or decorator, in which the code of each kind is read once: what calls leave in globals is no edit."""
+    token = _TAKEN.set({} if _TAKEN.get() is None else _TAKEN.get())
+    try:
+        yield
+    finally:
+        _TAKEN.reset(token)
+
+
+def _digest(kind: str) -> str:
+    """The sha256 of the code of a kind."""
+    value, taken = _SOURCES[kind][0], _TAKEN.get()
+    if taken is None:
+        return digest(value)
+    if id(value) not in taken:
+        taken[id(value)] = value, digest(value)  # the value, so that no other gets its id
+    return taken[id(value)][1]
 
 
 def version(layers: Sequence[LayerConfig]) -> str:
     """Six hex digits of the code of the custom kinds among layers: equal for equal code; "" where there is none."""
-    code = sorted(digest(_SOURCES[kind][0]) for kind in {layer.kind for layer in layers} if kind in _SOURCES)
+    code = sorted(map(_digest, {layer.kind for layer in layers} & {*_SOURCES}))
     return hashlib.sha256("".join(code).encode()).hexdigest()[:6] if code else ""
 
 
@@ -186,7 +208,7 @@ def check_imported(code: Mapping[str, Mapping[str, str]], where) -> None:
             raise UserError(
                 f"{where} uses custom code, {kind!r}: pass --import={saved['file']}, or the run's copy, to run it"
             )
-        if digest(known[0]) != saved["sha256"]:
+        if _digest(kind) != saved["sha256"]:
             raise UserError(
                 f"the code of {kind!r} in {known[2]} has changed since {where} began: restore it, pass the run's "
                 f"copy by --import, or choose a new --workdir"

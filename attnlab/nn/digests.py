@@ -8,6 +8,7 @@ same code in a file, in the cells of a notebook, and in a copy.
 import ast
 import dataclasses
 import dis
+import enum
 import functools
 import hashlib
 import inspect
@@ -17,16 +18,19 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import CodeType, EllipsisType, FunctionType, MethodType, ModuleType, NoneType
+from types import CodeType, EllipsisType, FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
 
+import flax.linen as nn
 import jax
 import numpy as np
+
+from attnlab.support.errors import UserError
 
 _LITERALS = (NoneType, bool, int, float, complex, str, bytes, EllipsisType)
 _ARRAYS = (np.ndarray, np.generic, jax.Array)
 _METHODS = (FunctionType, MethodType, staticmethod, classmethod, property, functools.partial)
-_OWN = str(Path(__file__).parents[1])
-_LIBRARIES = re.compile(rf"{re.escape(_OWN)}|{re.escape(sysconfig.get_paths()['stdlib'])}|.*[/\\](site|dist)-packages")
+_FOLDERS = "|".join(re.escape(str(each)) for each in (Path(__file__).parents[1], sysconfig.get_paths()["stdlib"]))
+_LIBRARIES = re.compile(rf"({_FOLDERS})[/\\]|.*[/\\](site|dist)-packages|<frozen ")
 
 
 def digest(value) -> str:
@@ -35,7 +39,14 @@ def digest(value) -> str:
     >>> digest(lambda x: 2 * x) == digest(lambda x: 2 * x), digest(lambda x: 2 * x) == digest(lambda x: 3 * x)
     (True, False)
     """
-    return hashlib.sha256(_Reader().read(value).encode()).hexdigest()
+    try:
+        return hashlib.sha256(_Reader().read(value).encode()).hexdigest()
+    except Exception as error:  # of any object that it reaches
+        name, why = getattr(value, "__name__", type(value).__name__), next(iter(str(error).splitlines()), "")
+        raise UserError(
+            f"{name} computes with a value that has no digest ({type(error).__name__}: {why}): keep it out of globals, "
+            "closures and attributes"
+        ) from error
 
 
 def cell(file: str) -> str:
@@ -62,27 +73,45 @@ class _Reader:
         if id(value) in self._seen:
             return f"#{self._seen[id(value)][0]}"
         self._seen[id(value)] = len(self._seen), value
+        if isinstance(value, jax.core.Tracer):  # which a call has left in a list
+            return f"traced {value.aval}"
+        if isinstance(value, SimpleNamespace):
+            return self.read(vars(value))
         if isinstance(value, _ARRAYS):
             is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
             array = np.asarray(jax.random.key_data(value) if is_key else value)
+            if array.dtype.hasobject:
+                return f"{list(array.shape)} {self.read(array.ravel().tolist())}"
             return f"{array.dtype}{list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()}"
+        if isinstance(value, Mapping | tuple | list | set | frozenset) and _is_users_class(type(value)):
+            return f"{self.read(type(value))} {self.read(dict(value) if isinstance(value, Mapping) else [*value])}"
         if isinstance(value, Mapping):
             return f"{[(self.read(key), self.read(x)) for key, x in value.items()]}"
         if isinstance(value, tuple | list | set | frozenset):
             inner = map(self.read, value)
             return f"{type(value).__name__}{sorted(inner) if isinstance(value, set | frozenset) else list(inner)}"
-        if isinstance(value, functools.partial):
+        if isinstance(value, functools.partial | functools.partialmethod):
             return self.read((value.func, value.args, value.keywords))
         if isinstance(value, staticmethod | classmethod | MethodType):
             return self.read((value.__func__, getattr(value, "__self__", None)))
         if isinstance(value, property):
             return self.read((value.fget, value.fset))
+        if isinstance(value, functools.cached_property):
+            return self.read(value.func)
         if isinstance(value, ModuleType):
-            file = getattr(value, "__file__", None) or ""
-            return _shape(_tree(_text(file))) if is_users(file) else value.__name__
+            return self._module(value)
         if isinstance(value, FunctionType):
             return self._function(value)
         return self._class(value) if isinstance(value, type) else self._object(value)
+
+    def _module(self, module: ModuleType) -> str:
+        """The text and the values of a user's; of a library's its name."""
+        file = getattr(module, "__file__", None) or ""
+        if module.__spec__ if not file else not is_users(file):
+            return module.__name__
+        kinds = (*_LITERALS, *_ARRAYS, FunctionType, ModuleType, type)
+        values = {name: x for name, x in vars(module).items() if name[:2] != "__" and isinstance(x, kinds)}
+        return f"{_shape(_tree(_text(file)))} {self.read(dict(sorted(values.items())))}"
 
     def _function(self, function: FunctionType) -> str:
         """Its definition and the values of its names; of a library's its name, and functions as jax.vmap wraps them."""
@@ -94,8 +123,10 @@ class _Reader:
                 continue
         if not is_users(code.co_filename):
             return f"{code.co_name} {self.read(_plain(values))}"
-        values |= {name: function.__globals__[name] for name in _globals(code) if name in function.__globals__}
+        values |= {name: function.__globals__[name] for name in _names(code) if name in function.__globals__}
+        values |= {f"import {name}": sys.modules.get(name) for name in _names(code, ("IMPORT_NAME",))}
         values["defaults"] = function.__defaults__, function.__kwdefaults__
+        values["attributes"] = {name: x for name, x in vars(function).items() if name != "__wrapped__"}
         return f"{_definition(code)} {self.read(dict(sorted(values.items())))}"
 
     def _class(self, cls: type) -> str:
@@ -106,7 +137,7 @@ class _Reader:
                 found.append(base.__qualname__)
                 continue
             nodes = (node for node in ast.walk(_tree(_home(base))) if isinstance(node, ast.ClassDef))
-            values = {name: x for name, x in vars(base).items() if _is_own(name, x)}
+            values = _attributes(base)
             texts = [_shape(node) for node in nodes if node.name == base.__name__]
             found.append(f"{texts} {self.read(dict(sorted(values.items())))}")
         return "\n".join(found)
@@ -115,11 +146,15 @@ class _Reader:
         """Its class and fields; of a library's what it prints as, and functions, as of jax.custom_vjp."""
         cls = type(value)
         names = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
-        fields = {name: getattr(value, name, None) for name in names} or getattr(value, "__dict__", {})
-        fields = {name: x for name, x in fields.items() if name[0] != "_"}
+        slots = [name for base in cls.__mro__ for name in vars(base).get("__slots__", ()) if hasattr(value, name)]
+        held = getattr(value, "__dict__", {}) | {name: getattr(value, name) for name in slots}
+        fields = {name: getattr(value, name, None) for name in names} or held
+        fields = {name: x for name, x in fields.items() if name[:2] != "__"}
         if not (_is_users_class(cls) or cls.__module__.startswith("attnlab.")):
             wrapped = getattr(value, "__wrapped__", None)  # as of jax.jit
-            fields = _plain(fields) | {"wrapped": wrapped, "shown": re.sub(r" at 0x[0-9a-f]+", "", repr(value))}
+            shown = np.asarray(value) if hasattr(value, "__array__") else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+            public = {name: x for name, x in fields.items() if name[0] != "_"}
+            fields = _plain(public) | {"wrapped": wrapped, "shown": shown}
         return f"{self.read(cls)} {self.read(fields)}"
 
 
@@ -129,18 +164,25 @@ def _plain(fields: Mapping) -> dict:
     return {name: x for name, x in fields.items() if isinstance(x, kinds) or hasattr(x, "__wrapped__")}
 
 
-def _is_own(name: str, value) -> bool:
-    """Whether a class has an attribute from the user, and not from Flax or dataclasses."""
-    if isinstance(value, _METHODS) or hasattr(value, "__wrapped__"):
-        parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
-        codes = [getattr(inspect.unwrap(part), "__code__", None) for part in parts if part is not None]
-        return any(code is None or is_users(code.co_filename) for code in codes)
-    return name[0] != "_" or (name[:2] != "__" and isinstance(value, (*_LITERALS, *_ARRAYS)))
+def _attributes(cls: type) -> dict:
+    """The attributes that a class has from its user, and not from Flax, dataclasses or enum."""
+    if issubclass(cls, enum.Enum):
+        return {member.name: member.value for member in cls}
+    fields = vars(cls).get("__dataclass_fields__", {}).values()
+    found = {f"{field.name}=": x for field in fields if (x := field.default_factory) is not dataclasses.MISSING}
+    for name, value in vars(cls).items():
+        value = getattr(value, "wrapped", value) if type(value).__module__.startswith("flax.") else value
+        code = getattr(inspect.unwrap(getattr(value, "__func__", value)), "__code__", None)
+        is_made = name[:2] == "__" and code is not None and code.co_filename == "<string>"  # by dataclasses
+        is_users_function = code is not None and not is_made and is_users(code.co_filename)
+        if is_users_function or not (name[:2] == "__" or (issubclass(cls, nn.Module) and hasattr(nn.Module, name))):
+            found[name] = value
+    return found
 
 
 def is_users(file: str) -> bool:
-    """Whether a file, or a cell of a notebook, is the user's."""
-    return not _LIBRARIES.match(file) and bool(_text(file))
+    """Whether a file, a cell of a notebook, or what else a prompt or `exec` runs, is the user's."""
+    return not _LIBRARIES.match(file) and (file[:1] == "<" or bool(_text(file)))
 
 
 def _is_users_class(cls: type) -> bool:
@@ -162,8 +204,10 @@ def _text(file: str) -> str:
 
 @functools.lru_cache(256)
 def _tree(text: str) -> ast.Module:
-    """The tree of a text, without docstrings."""
+    """The tree of a text, without docstrings, and annotations of functions."""
     tree = ast.parse(text)
+    for node in (each for each in ast.walk(tree) if isinstance(each, ast.arg | ast.FunctionDef | ast.AsyncFunctionDef)):
+        setattr(node, "annotation" if isinstance(node, ast.arg) else "returns", None)
     for node in (each for each in ast.walk(tree) if isinstance(getattr(each, "body", None), list)):
         node.body = [each for each in node.body if not _is_docstring(each)] or [ast.Pass()]
     return tree
@@ -186,7 +230,7 @@ def _is_docstring(node) -> bool:
 @functools.lru_cache(256)
 def _codes(text: str) -> frozenset[tuple[str, int, bytes]]:
     """The names, first lines and instructions of all functions of a text."""
-    found = _nested(compile(text, "text", "exec", dont_inherit=True))
+    found = _nested(compile(text, "text", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True))
     return frozenset((code.co_name, code.co_firstlineno, code.co_code) for code in found)
 
 
@@ -197,10 +241,10 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
             yield from _nested(inner)
 
 
-def _globals(code: CodeType) -> set[str]:
-    """The global names that a function, and those within it, read."""
+def _names(code: CodeType, of: tuple[str, ...] = ("LOAD_GLOBAL", "LOAD_NAME")) -> set[str]:
+    """The names that some instructions of a function, and of those within it, load: the global ones."""
     instructions = (each for inner in _nested(code) for each in dis.get_instructions(inner))
-    return {each.argval for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return {each.argval for each in instructions if each.opname in of}
 
 
 def _definition(code: CodeType) -> str:

@@ -9,7 +9,7 @@ import flax.linen as nn
 from attnlab.config import RunConfig, from_json, model_fields
 from attnlab.data import tokenizers
 from attnlab.interop import huggingface
-from attnlab.nn import GPT
+from attnlab.nn import GPT, custom
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMods
 from attnlab.support.errors import UserError
@@ -32,6 +32,7 @@ class Run(NamedTuple):
     config: RunConfig
 
 
+@custom.versions_taken_once()
 def load(
     workdir: str | Path,
     step: int | str = "latest",

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from attnlab.nn import custom
+from attnlab.nn.digests import digest
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMods
 from attnlab.support.errors import UserError
@@ -121,8 +122,7 @@ def described(value: Any) -> str:
     if isinstance(value, functools.partial):
         return f"partial({described(value.func)}, {described(value.args)}, {described(value.keywords)})"
     if inspect.isfunction(value):
-        closure = [described(cell.cell_contents) for cell in value.__closure__ or ()]
-        return f"{value.__qualname__} of {_source(value)}{closure or ''}"
+        return f"{value.__qualname__} of sha256 {digest(value)[:12]}"  # with its globals, closure and defaults
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {described(x)}" for key, x in value.items()) + "}"
     if isinstance(value, tuple | list):
@@ -144,7 +144,7 @@ def difference(saved: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 
 def _source(of) -> str:
-    """The sha256 of the source of a class or function; its name where the source cannot be read."""
+    """The sha256 of the source of a class; its name where the source cannot be read."""
     try:
         return f"sha256 {_digest(inspect.getsource(of).encode())}"
     except (OSError, TypeError):

@@ -1,19 +1,45 @@
 """Digests of code: they change with what a function, class or value computes, and with nothing else."""
 
+import ast
+import importlib
 import linecache
+import os
+import subprocess
+import sys
+import types
 
 import pytest
 
 from attnlab.nn.digests import digest
 from attnlab.score_mods import ScoreFn
+from attnlab.support.errors import UserError
 
-IMPORTS = "import functools, jax, numpy as np, jax.numpy as jnp\nfrom flax import linen as nn"
+IMPORTS = (
+    "import dataclasses, enum, functools, jax, types, numpy as np, jax.numpy as jnp\n"
+    "from flax import linen as nn\nfrom typing import NamedTuple"
+)
 OWN = """class Own(nn.Module):
     def __call__(self, x):
         return gate(x)"""
 FIELD = "class Own(nn.Module):\n    scale: float = K\n    def __call__(self, x): return self.scale * x"
 STATIC = "class Own(nn.Module):\n    gate = staticmethod(gate)\n    def __call__(self, x): return self.gate(x)"
 DERIVED = "class Own(Base): pass"
+
+
+def using(body, out):
+    """A class with a line in its body, and what it computes."""
+    return f"class Own(nn.Module):\n    {body}\n    def __call__(self, x): return {out}"
+
+
+PROPERTY = using("@property\n    def k(self): return K", "self.k * x")
+SLOTS = "class H:\n    __slots__ = ('k',)\nh = H()\nh.k = "
+LONG = "h = np.poly1d(np.ones(2000))\nh[1000] = "  # whose repr is cut
+
+
+def helper(base, factor):
+    return f"class H({base}):\n    a: int = 1\n    def f(self, x): return {factor} * x\nh = H()"
+
+
 # Cells of a notebook, the last but one of which is edited before it and the last run again.
 EDITS = {
     "helper": ("def gate(x): return 0 * x", "def gate(x): return 1 * x", OWN),
@@ -35,6 +61,28 @@ EDITS = {
     "vmapped": ("gate = jax.vmap(jnp.sin, 0)", "gate = jax.vmap(jnp.sin, 1)", OWN),
     "module": ("gate = nn.Dense(3)", "gate = nn.Dense(4)", OWN),
     "container": ("gates = {'a': [0]}\ngate = lambda x: gates", "gates = {'a': [1]}\ngate = lambda x: gates", OWN),
+    "property": ("K = 0", "K = 1", PROPERTY),
+    "cached property": ("K = 0", "K = 1", PROPERTY.replace("property", "functools.cached_property")),
+    "behind a field": ("act = nn.relu", "act = nn.tanh", using("act: object = act", "self.act(x)")),
+    "behind an attribute": ("act = nn.relu", "act = nn.tanh", using("act = staticmethod(act)", "self.act(x)")),
+    "factory": ("k = lambda: 0", "k = lambda: 1", using("k: int = dataclasses.field(default_factory=k)", "self.k")),
+    "partial method": (
+        "K = 0",
+        "K = 1",
+        using("f = functools.partialmethod(max, K)", "self.f(x)"),
+    ),
+    "private list": ("T = [0]", "T = [1]", using("_t = T", "self._t[0] * x")),
+    "private of an object": ("class H: pass\nh = H()\nh._k = 0", "h._k = 1", using("", "h._k * x")),
+    "slot": (f"{SLOTS}0", f"{SLOTS}1", using("", "h.k * x")),
+    "named tuple": (helper("NamedTuple", 0), helper("NamedTuple", 1), using("", "h.f(x)")),
+    "dict": (helper("dict", 0), helper("dict", 1), using("", "h.f(x)")),
+    "list": (helper("list", 0), helper("list", 1), using("", "h.f(x)")),
+    "enum": ("class E(enum.Enum): A = 0", "class E(enum.Enum): A = 1", using("", "E.A.value * x")),
+    "of a function": ("def gate(x): return gate.k\ngate.k = 0", "gate.k = 1", OWN),
+    "of a made module": ("h = types.ModuleType('h')\nh.k = 0", "h.k = 1", using("", "h.k * x")),
+    "long repr": (f"{LONG}0", f"{LONG}1", using("", "h(x)")),
+    "set": ("s = types.SimpleNamespace(a={'b'})", "s = types.SimpleNamespace(a={'c'})", using("", "len(s.a) * x")),
+    "objects": ("W = np.array([[0], None], object)", "W = np.array([[1], None], object)", using("", "W[0][0] * x")),
     "of a library": ("import re\ngate = re.compile('a')", "gate = re.compile('b')", OWN),
 }
 
@@ -61,6 +109,7 @@ def test_comments_names_that_are_not_reached_and_uses_are_no_part():
     names = {"__name__": "notebook"}
     first = run(names, IMPORTS, "def gate(x): return x", OWN)
     others = ["x = 3\nother = 4", "print(Own)", OWN.replace("return", "'doc'\n        # why\n        return")]
+    others += ["def gate(x: float) -> float:\n    return x"]
     others += ["def gate(x):\n    '''It is the same.'''\n    return x"]
     assert {run(names, other) for other in others} == {first}
 
@@ -90,3 +139,60 @@ def test_file_that_has_changed_since_it_ran_has_the_digest_of_what_runs(tmp_path
     (again := tmp_path / "again.py").write_text(file.read_text())
     exec(compile(again.read_text(), str(again), "exec"), others := {"__name__": "again"})
     assert digest(names["gate"]) == digest(others["gate"]) not in (old, first)
+
+
+@pytest.mark.parametrize("file", ["<stdin>", "<string>", "<timed exec>"])
+def test_code_without_a_text_has_the_digest_of_its_instructions(file):
+    names = {"__name__": "prompt"}
+    first = run(names, IMPORTS, "def gate(x): return x", OWN)
+    found = [first]
+    for text in ("def gate(x): return 2 * x", "def gate(x): return 3 * x", "def gate(x): return 2 * x"):
+        exec(compile(text, file, "exec"), names)
+        found.append(digest(names["Own"]))
+    assert len({*found}) == 3 and found[1] == found[3]
+
+
+def test_cell_that_awaits_has_a_digest():
+    names = {"__name__": "notebook"}
+    run(names, IMPORTS, OWN, "def gate(x): return x")
+    first, text, file = digest(names["Own"]), "await nothing\ndef gate(x): return 2 * x", "<cell that awaits>"
+    linecache.cache[file] = len(text), None, text.splitlines(True), file
+    gate = compile(text, file, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT).co_consts
+    names["gate"] = types.FunctionType(next(each for each in gate if isinstance(each, types.CodeType)), names)
+    assert digest(names["Own"]) != first
+
+
+def test_modules_of_a_user_count_with_what_they_import(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "attnlab_helpers.py").write_text("import attnlab_inner as inner\nk = 1")
+    (tmp_path / "attnlab_inner.py").write_text("def f(x): return x")
+    names = {"__name__": "notebook"}
+    own = using("", "x").replace("return x", "\n        import attnlab_helpers as h\n        return h.k * h.inner.f(x)")
+    exec("import attnlab_helpers", names)
+    found, helpers = [run(names, IMPORTS, own)], names["attnlab_helpers"]
+    helpers.k = 2  # at run time
+    found.append(digest(names["Own"]))
+    (tmp_path / "attnlab_inner.py").write_text("def f(x): return 10 * x")
+    importlib.reload(helpers.inner)
+    assert len({*found, digest(names["Own"])}) == 3
+
+
+@pytest.mark.slow
+def test_digest_is_the_same_in_every_process(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        f"{IMPORTS}\nfrom attnlab.nn.digests import digest\nW = np.array([['q', {{}}], None], object)\n"
+        f"s = types.SimpleNamespace(a={{'q', 'w', 'e', 'r', 't'}})\n{using('', 'len(s.a) * W[0]')}\nprint(digest(Own))"
+    )
+    found = {
+        subprocess.check_output([sys.executable, tmp_path / "mine.py"], env=os.environ | {"PYTHONHASHSEED": seed})
+        for seed in ("0", "1", "2")
+    }
+    assert len(found) == 1
+
+
+def test_value_without_a_digest_is_named_in_one_line():
+    names = {"__name__": "notebook"}
+    run(names, IMPORTS, OWN, "def gate(x): return W\nW = jnp.ones(2)")
+    names["W"].delete()
+    with pytest.raises(UserError, match="^Own computes with a value that has no digest .RuntimeError: .*: keep it out"):
+        digest(names["Own"])
