@@ -8,7 +8,7 @@ Each feature is right, wrong (with the smallest failing call as code), ignored (
 it returns), refused, or slow (memory that grows with Tq·Tk). Without --adapter the function is called by keywords, as
 `attnlab.attention` is; functions of jax.nn, Flax, tokamax and torch are known by their names. Modules in the current
 folder are found. A function that ends its process, or does not return within --timeout seconds, is reported, and the
-check goes on; its output is not shown. Features with the same fault are told as such, with one call that shows it. With
+check goes on; its output is not shown. Of features with the same fault, one has a call that shows it. With
 --recurrence the function is called as `attnlab.linear_recurrence` is. Products of float32 have the precision "highest",
 unless JAX_DEFAULT_MATMUL_PRECISION says another.
 
@@ -115,7 +115,7 @@ def checked(asked: dict, features: list[str], timeout: float) -> tuple[str, list
 
     It is killed, and the feature wrong, where it says nothing for `timeout` seconds.
     """
-    version, rows, meanings, left = None, [], {}, list(features)
+    version, rows, meanings, left, name = None, [], {}, list(features), asked["function"]
     width = max(map(len, features))
 
     def add(row: Row) -> None:
@@ -145,14 +145,14 @@ def checked(asked: dict, features: list[str], timeout: float) -> tuple[str, list
         if silent.is_set():
             why = f"it did not return within {timeout:g} s (--timeout)"
         if version is None or (worker.returncode and not left):
-            raise UserError(f"the check of {asked['function']}: {why}")
+            raise UserError(f"{name}: {why}")
         if left:
             add(Row(left[0], "wrong", why, math.inf, fault=why))
     return version or "", rows, meanings
 
 
 def _messages(worker: subprocess.Popen, timeout: float, silent: threading.Event) -> Iterator[dict]:
-    """What a process says, line by line; one that is silent for `timeout` seconds is killed, and the event set."""
+    """Lines that a process prints; one that is silent for `timeout` seconds is killed, and the event set."""
 
     def kill() -> None:
         silent.set()

@@ -118,7 +118,7 @@ def test_missing_platform_is_no_verdict(here, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["quits:f"], "the check of quits:f: it ended its process with 0"),
+        (["quits:f"], "quits:f: it ended its process with 0"),
         slow(["mine:recurrence", "--features=causal"], "mine:recurrence refused all features, so nothing was compared"),
         (["mine:right", "--features=decay"], "features of a linear recurrence need --recurrence"),
         (["mine:right", "--out=mine.py/sub"], "--out=mine.py/sub cannot be written (Not a directory)"),

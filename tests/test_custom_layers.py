@@ -115,9 +115,7 @@ def test_function_is_another_one_after_an_edit_of_what_it_uses(tmp_path, monkeyp
     run = train.train(quick(steps=2, sample__length=0), tmp_path / "run", score_mod=steep)
     assert run.load().config.steps == 2
     monkeypatch.setitem(globals(), "FACTOR", 0.2)
-    with pytest.raises(
-        UserError, match="a run with score_mod = steep of sha256 .*, and score_mod= gives steep of"
-    ):
+    with pytest.raises(UserError, match="a run with score_mod = steep of sha256 .*, and score_mod= gives steep of"):
         run.load()
 
 

@@ -141,7 +141,7 @@ def at_equal_time(workdirs: Sequence[Sequence[Path]], speeds: Sequence[Sequence[
 
     Returns:
       the losses at the median speeds, `[variants, seeds]`, interpolated between validations; and of each variant the
-      verdict of its losses against the first's. It is "not told apart" unless it is the same by the ratio of the two
+      verdict of its losses against the first's. It is `statistics.OPEN` unless it is the same by the ratio of the two
       speeds in every round, and None for the first one and without speeds.
     """
     curves = [[protocols.curve(workdir) for workdir in of_variant] for of_variant in workdirs]

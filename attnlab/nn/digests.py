@@ -105,7 +105,7 @@ class _Reader:
         return self._class(value) if isinstance(value, type) else self._object(value)
 
     def _module(self, module: ModuleType) -> str:
-        """The text and the values of a user's; of a library's its name."""
+        """The name of a library's module; text and values of any other."""
         file = getattr(module, "__file__", None) or ""
         if module.__spec__ if not file else not is_users(file):
             return module.__name__
@@ -242,7 +242,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def _names(code: CodeType, of: tuple[str, ...] = ("LOAD_GLOBAL", "LOAD_NAME")) -> set[str]:
-    """The names that some instructions of a function, and of those within it, load: the global ones."""
+    """The names that instructions of a function, and of functions within it, load: by default the global names."""
     instructions = (each for inner in _nested(code) for each in dis.get_instructions(inner))
     return {each.argval for each in instructions if each.opname in of}
 

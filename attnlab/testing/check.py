@@ -138,7 +138,7 @@ def likes(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def counts(rows: Sequence[Row]) -> str:
-    """How many features have each outcome, and how many faults are behind the wrong ones."""
+    """How many features have each outcome, and how many faults the wrong rows have."""
     found = collections.Counter(row.outcome for row in rows)
     parts = [f"{found[outcome]} {outcome}" for outcome in get_args(Outcome) if found[outcome]]
     wrong = found["wrong"] + found["ignored"]

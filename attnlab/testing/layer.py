@@ -50,7 +50,8 @@ def check_layer(layer: nn.Module, features: int, *, capacity: int = LENGTH, seed
       UserError: what is no module, or a layer that refuses its own options.
 
     >>> from attnlab.nn import GatedDeltaNet
-    >>> check_layer(GatedDeltaNet(num_heads=2), features=8), check_layer(nn.Dense(8), features=8)
+    >>> from flax.linen import Dense
+    >>> check_layer(GatedDeltaNet(num_heads=2), features=8), check_layer(Dense(8), features=8)
     ([], [])
     """
     layer, x = as_layer(layer), np.random.default_rng(seed).standard_normal((2, LENGTH, features)).astype(np.float32)
@@ -92,12 +93,12 @@ def _found(fault: str, law: Callable, run: "_Run") -> str:
 
 
 class _RaisedError(Exception):
-    """An exception of a layer, told in a sentence."""
+    """An exception of a layer, in a sentence."""
 
 
 @contextlib.contextmanager
 def _during(what: str) -> Iterator[None]:
-    """Context in which exceptions, but for a UserError, are told with what raised them."""
+    """Context whose exceptions, but for a UserError, say what raised them."""
     try:
         yield
     except (UserError, _RaisedError):

@@ -43,7 +43,7 @@ class Task:
         raise NotImplementedError
 
     def blind(self, length: int) -> float:
-        """The accuracy of the best guess among the tokens of a sequence that ignores what is asked, and their order."""
+        """The accuracy of the best guess among the tokens of a sequence that ignores the question, and their order."""
         return self.chance
 
     def draw(self, step: Number, *, batch_size: int, length: int, seed: Number = 0) -> Drawn:
