@@ -1,5 +1,5 @@
-# make train | test | test-slow | test-versions | test-hardware | campaigns | mutants | minutes | peers | lint | format |
-#      bench | docs | lessons | figures | planned | conformance | constraints; CONTRIBUTING.md says what each does, and
+# make train | quick | test | test-slow | test-versions | test-hardware | campaigns | mutants | minutes | peers | lint |
+#      format | bench | docs | lessons | figures | planned | conformance | constraints; CONTRIBUTING.md says what each does, and
 #      for how long
 # Processes that tests start would otherwise compile the package each.
 unexport PYTHONDONTWRITEBYTECODE
@@ -23,11 +23,15 @@ VERSIONED = tests/ops tests/training \
 	tests/interop/test_huggingface_families.py tests/interop/test_transforms.py tests/see/test_capturing.py \
 	tests/see/test_edits.py tests/testing/test_check.py tests/testing/test_check_recurrence.py
 
-.PHONY: train test test-slow test-versions test-hardware campaigns mutants minutes peers lint format bench docs \
+.PHONY: train quick test test-slow test-versions test-hardware campaigns mutants minutes peers lint format bench docs \
 	lessons figures planned conformance constraints clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m attnlab.train --config=configs/quickstart.py
+
+# For a change: lint, the tests of what differs from main, and a few of every floor; two minutes.
+quick: lint
+	$(BIN)/python -m tests.quick -n 2 --dist worksteal -q -m "not slow and not campaign and not hardware"
 
 test: $(VENV)/installed-test
 	$(PYTEST) -m "not slow and not campaign and not hardware"

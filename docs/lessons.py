@@ -15,6 +15,7 @@ from traitlets.config import Config
 from attnlab import compilation
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+CACHE = NOTEBOOKS.parent / ".cache" / "lessons"
 SECONDS_A_CELL = 900
 LOCAL = Config({"KernelManager": {"transport": "ipc"}})  # the kernel warns of TCP, which others can read
 # Otherwise Jupyter crops figures, and the layout that keeps titles apart is lost.
@@ -100,6 +101,8 @@ def main(names: list[str]) -> None:
     if unknown := sorted(set(names) - set(sources)):
         sys.exit(f"error: no lesson {unknown[0]!r}: expected one of {', '.join(sources)}")
     compilation.fuse_no_sums()
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)  # lessons compile the same models, and each more than once
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     for name in names or sources:
         start = time.monotonic()
         execute(sources[name])

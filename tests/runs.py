@@ -19,11 +19,8 @@ import pytest
 
 from attnlab import config as configs
 from attnlab import train
-from attnlab.comparing import measuring
-from attnlab.training import optimizer as optimizers
-from attnlab.training import run as runs
+from attnlab.training import experiment
 from attnlab.training.checkpoints import Checkpoints, sha256
-from attnlab.training.experiment import Experiment
 
 REPOSITORY = Path(__file__).parents[1]
 FIELDS = {
@@ -33,7 +30,6 @@ FIELDS = {
     "log.every": 2, "log.tensorboard": False, "log.peak_tflops": 1.0,
 }  # fmt: skip
 TIMING = re.compile("time|second|mfu|flops|wall|eta|rss|memory")
-NOT_COMPILED = ("checkpoint", "eval", "log", "sample", "init_from", "seed")
 
 
 def flags(fields):
@@ -104,30 +100,8 @@ def crash_at(step):
 
 # --- runs that share their programs
 
-_FIRST = {}
-
-
-@contextlib.contextmanager
-def sharing():
-    """Later runs of this process with the same model, optimizer and devices take the traced steps of the first one.
-
-    Tracing them is most of a start's time. What a new process computes is tested with processes.
-    """
-
-    def experiment(config, vocab_size, *, parallel=None, extensions=(), **own):
-        made = Experiment(config, vocab_size, parallel=parallel, extensions=extensions, **own)
-        arguments = {f"optimizer.{name}" for name in optimizers.Peaks._fields}  # of the program, as the seed
-        fields = made.config.fields.items()
-        fields = {n: x for n, x in fields if n.partition(".")[0] not in NOT_COMPILED and n not in arguments}
-        key = (json.dumps(fields), vocab_size, str(extensions), *(x for x in own.values() if x is not None))
-        like = _FIRST.setdefault(key, made)
-        vars(made).update({name: getattr(like, name) for name in ("_init", "_steps", "eval_step")})
-        return made
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "Experiment", experiment)
-        patch.setattr(measuring, "Experiment", experiment)
-        yield
+# Tracing them is most of a start's time. What a new process computes is tested with processes.
+sharing = functools.partial(experiment.shared_programs, {})
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -33,6 +33,7 @@ from attnlab.support.names import nearest
 from attnlab.sweeping import grid, training_runs
 from attnlab.testing.layer import check_layer
 from attnlab.training import text as texts
+from attnlab.training.experiment import shared_programs
 
 MARKER = "comparison.json"
 # Where the config does not say otherwise: samples would be compiled for each variant.
@@ -122,6 +123,7 @@ class _Found(NamedTuple):
 
 
 @custom.versions_taken_once()
+@shared_programs()
 def compare(
     config: str | ConfigDict | RunConfig | Sequence[str],
     variants: Mapping[str, Any],

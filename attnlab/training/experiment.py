@@ -1,9 +1,11 @@
 """An experiment: a model, its optimizer, its devices, and the compiled steps of training and evaluation."""
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import flax.linen as nn
@@ -15,7 +17,7 @@ import optax
 from attnlab.config import RunConfig
 from attnlab.data.batches import Batch, Batches, prefetched
 from attnlab.data.tasks import named
-from attnlab.nn import GPT
+from attnlab.nn import GPT, custom
 from attnlab.nn.config import ModelConfig
 from attnlab.nn.layer import Layer, LayerConfig
 from attnlab.nn.matrices import matrices_of
@@ -30,6 +32,25 @@ from attnlab.training import parallel as parallel_lib
 from attnlab.training import precision
 from attnlab.training import state as states
 from attnlab.training.state import TrainState
+
+# Fields that no program depends on, as arguments of a program do not: groups, and fields.
+NOT_COMPILED = {"checkpoint", "eval", "log", "sample", "init_from", "seed"}
+NOT_COMPILED |= {f"optimizer.{name}" for name in optimizers.Peaks._fields}
+_PROGRAMS: contextvars.ContextVar[dict | None] = contextvars.ContextVar("programs", default=None)
+
+
+@contextlib.contextmanager
+def shared_programs(programs: dict | None = None) -> Iterator[None]:
+    """Context, or decorator, in which experiments with the same programs trace and compile them once.
+
+    Within another such context it is that one's; `programs` holds them, for several contexts.
+    """
+    found = _PROGRAMS.get() if programs is None else programs
+    token = _PROGRAMS.set({} if found is None else found)
+    try:
+        yield
+    finally:
+        _PROGRAMS.reset(token)
 
 
 class Experiment:
@@ -67,10 +88,10 @@ class Experiment:
             _check_model(model, vocab_size, config.data.packing)
             self.model = model.over_tokens(vocab_size) if isinstance(model, GPT) else model
         self._over_tokens = self.model if isinstance(self.model, GPT) else _OverTokens(self.model, vocab_size)
-        # A user's optimizer may select parameters by layer.
         # Only in programs without user code, whose gradients tests/test_gradients.py has compared with float64.
         is_builtin = model is None and optimizer is None
         self._fuses_sums = is_builtin and all(map(_gains_by_fused_sums, self.model.config.used))
+        # A user's optimizer may select parameters by layer.
         self.scan = model is None and (states.scans(config, platform) if optimizer is None else bool(config.scan))
         self._init = jax.jit(self.model.init)
         self.learning_rate = None
@@ -92,6 +113,10 @@ class Experiment:
         else:
             self.optimizer = optimizers.skipping_nonfinite(optimizer) if skip else optimizer
             self._optimizer_at = lambda at: self.optimizer
+        self._first = self  # whose programs these are
+        if (programs := _PROGRAMS.get()) is not None:
+            own = map(_hashable, (model, mask, score_mod, optimizer))
+            self._first = programs.setdefault((*_compiled(config), vocab_size, repr(extensions), *own), self)
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
@@ -127,7 +152,7 @@ class Experiment:
         placed = self.parallel.place_batch(jax.tree.map(stacked, *batches), 1 + runs)
         count = self.parallel.replicate(np.int32(len(batches)))
         self._wait_for("train")
-        compiled = self._steps_together if runs else self._steps
+        compiled = self._first._steps_together if runs else self._first._steps
         with self.parallel.transfer_guard():
             return compiled(state, placed, fixed, count)
 
@@ -189,9 +214,13 @@ class Experiment:
 
         return steps
 
-    @functools.cached_property
+    @property
     def eval_step(self) -> Callable:
         """The compiled `state.eval_step`: (params, placed batch) → sums over the global batch, float32 `[2 or 3]`."""
+        return self._first._eval_step
+
+    @functools.cached_property
+    def _eval_step(self) -> Callable:
         step = functools.partial(states.eval_step, self._over_tokens)
         return self.parallel.compile_eval(step, self._fuses_sums)
 
@@ -223,7 +252,7 @@ class Experiment:
         returns True before its end.
         """
         self._wait_for("eval")
-        sums, step = 0, self._eval_together if together else self.eval_step
+        sums, step = 0, self._first._eval_together if together else self.eval_step
         for batch in prefetched(batches):
             if stop():
                 return None
@@ -232,15 +261,16 @@ class Experiment:
 
     def forget_init(self) -> None:
         """Free the program that draws parameters, which is large."""
-        self._init.clear_cache()
+        self._first._init.clear_cache()
 
     def trace(self) -> jax.stages.Traced:
         """The training step traced for shapes: `.jaxpr` lists what it computes, and nothing is compiled."""
-        return self._steps.trace(*self._shapes())
+        return self._first._steps.trace(*self._shapes())
 
     def lower(self, runs: int | None = None, room: int = 1) -> jax.stages.Lowered:
         """The training steps lowered from shapes, perhaps of `runs` together: `.compile()` tells their memory."""
-        return (self._steps if runs is None else self._steps_together).lower(*self._shapes(runs, room))
+        first = self._first
+        return (first._steps if runs is None else first._steps_together).lower(*self._shapes(runs, room))
 
     def _shapes(self, runs: int | None = None, room: int = 1) -> tuple:
         """The arguments of `_steps`, or `_steps_together`."""
@@ -257,7 +287,7 @@ class Experiment:
 
     def lower_eval(self, runs: int | None = None) -> jax.stages.Lowered:
         """The evaluation of one batch, lowered from shapes, perhaps of `runs` together."""
-        state, step = self._shapes(runs)[0], self.eval_step if runs is None else self._eval_together
+        state, step = self._shapes(runs)[0], self.eval_step if runs is None else self._first._eval_together
         size = self.config.batch_size // self.config.optimizer.accumulation
         return step.lower((state if runs is None else state[0]).params, self._abstract_batch(batch_size=size))
 
@@ -269,7 +299,22 @@ class Experiment:
 
     def _create(self, seed) -> TrainState:
         average = bool(self.config.optimizer.ema)
-        return states.create(self.model, self.optimizer, seed, self._init, self.scan, average)
+        return states.create(self.model, self.optimizer, seed, self._first._init, self.scan, average)
+
+
+def _compiled(config: RunConfig) -> tuple[str, str]:
+    """What a config's program depends on: fields, and the code of custom layers."""
+    fields = {name: x for name, x in config.fields.items() if not {name, name.partition(".")[0]} & NOT_COMPILED}
+    return repr(fields), custom.version(config.model.used)
+
+
+def _hashable(value):
+    """A value, or its identity where it has no hash, as a mask of arrays; the experiment keeps it alive."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
 
 
 def _gains_by_fused_sums(layer: LayerConfig) -> bool:
