@@ -28,6 +28,36 @@ INVALID = {
     "rotary of convolutions": (CONV | {"positions": "rotary"}, "positions = 'rotary': no layer of gated_conv has them"),
     "alibi of convolutions": (CONV | {"positions": "alibi"}, "positions = 'alibi': no layer of gated_conv has them"),
     "feed-forward": ({"mlp": "gated", "mlp_ratio": 0.0}, "mlp = 'gated': it has no effect with mlp_ratio = 0, "),
+    "value heads": (
+        {"layers": "kda", "num_heads": 2, "kda": {"value_heads": 3}},
+        "kda.value_heads = 3: .* num_heads = 2",
+    ),
+    "no convolution": ({"layers": "mamba2", "mamba2": {"conv": 0}}, "mamba2.conv = 0: expected 1 or more"),
+    "no kernel": ({"layers": "conv", "conv": {"kernel_size": 0}}, "conv.kernel_size = 0: expected 1 or more"),
+    "odd keys": (
+        {"layers": "retention", "retention": {"key_dim": 3}},
+        "retention.key_dim = 3: expected an even number",
+    ),
+    "heads of a layer": ({"layers": "gla attention", "gla": {"heads": 5}}, "gla.heads = 5: expected a divisor"),
+    "odd heads": ({"layers": "differential", "num_heads": 3}, "num_heads = 3: expected an even number"),
+    "width of heads": ({"width": 16, "num_heads": 3}, "width = 16: .*num_heads = 3, .*15"),
+    "positions": ({"positions": "absolute"}, "positions = 'absolute'"),
+    "negative window": ({"attention": {"window": -1}}, "attention.window = -1"),
+    "key heads": ({"num_heads": 4, "attention": {"kv_heads": 3}}, "attention.kv_heads = 3: .*num_heads = 4, .*1"),
+    "features of a head": (
+        {"width": 16, "num_heads": 16},
+        "attention.rotary.fraction = 1.0: rotates 1 of the 1 features of a head",
+    ),
+    "odd width": (
+        {"width": 15, "num_heads": 3, "positions": "sinusoidal"},
+        "width = 15: expected an even width",
+    ),
+    "narrow feed-forward": ({"width": 16, "mlp_ratio": 0.01}, "mlp_ratio = 0.01: .*1/16 .*width = 16"),
+    "no window": ({"layers": "local attention"}, "local.window = None: expected the positions"),
+    "joint norm": (
+        {"attention": {"qk_norm_joint": True, "qk_norm": False}},
+        "attention.qk_norm_joint = True: .* qk_norm",
+    ),
     "values of some": (
         {"layers": "attention gru", "attention": {"value_residual": True}},
         "attention.value_residual = True: expected in all layers or none, which are attention, gru",
@@ -37,6 +67,14 @@ INVALID = {
 
 NO_FIELD = {
     "rotary of forget": ({"layers": "forget", "forget": {"rotary": {}}}, "forget.rotary = {}: no such option"),
+    "sinks of differential": (
+        {"layers": "differential", "differential": {"sinks": True}},
+        "differential.sinks = True: no such option",
+    ),
+    "padded vocabulary": (
+        {"vocab_size": 11, "padded_vocab_size": 10},
+        "padded_vocab_size = 10: expected vocab_size = 11 or more",
+    ),
     "misspelled": ({"attention": {"windw": 8}}, "attention.windw = 8: no such option .did you mean window"),
     "misspelled field": ({"widht": 8}, "widht = 8: no such option .did you mean width"),
     "misspelled rotary": (
@@ -107,6 +145,7 @@ def test_layers_are_words_or_configs_that_are_repeated_by_their_number():
 
 def test_auto_positions_are_rotary_if_a_layer_has_them():
     stands_for = {"attention": "rotary", "gated_conv": "none", "gated_conv attention": "rotary", "forget": "none"}
+    stands_for["stick_breaking"] = "none"
     assert {layers: ModelConfig.of(layers=layers).position_encoding for layers in stands_for} == stands_for
     assert ModelConfig.of(layers="gated_conv attention", num_layers=1).position_encoding == "none"
 

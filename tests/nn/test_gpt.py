@@ -128,17 +128,6 @@ def test_gpt_loss_of_packed_document_equals_that_of_the_document_alone(positions
     np.testing.assert_allclose(packed[0], np.asarray(alone)[own], rtol=0, atol=1e-10)
 
 
-def test_gpt_segments_of_another_shape_or_with_caches_raise(own_errors):
-    model, variables, _ = made("learned")
-    apply = functools.partial(jax.eval_shape, model.apply, variables, TOKENS)
-    with pytest.raises(ValueError, match=r"segments has shape \(2, 7\).*\(2, 8\)"):
-        apply(segments=np.zeros((2, 7), int))
-    with pytest.raises(ValueError, match="segments has values from 0 to 4294967296, .*int32"):
-        jax.eval_shape(lambda: model.apply(variables, TOKENS, segments=np.arange(2)[:, None].repeat(8, 1) << 32))
-    with pytest.raises(ValueError, match="segments .*: leave out caches"):
-        apply(segments=np.zeros((2, 8), int), caches=model.init_caches(2))
-
-
 def test_gpt_masks_of_field_and_call_equal_segments_and_causal():
     model = gpt(num_layers=1)
     fields = [model, *(gpt(num_layers=1, attention={"mask": mask}) for mask in (SAME, PrefixLM(3) & Causal()))]
@@ -169,6 +158,7 @@ def test_gpt_mask_with_caches_equals_full_pass():
 
 TOO_LARGE = TOKENS.copy()
 TOO_LARGE[1, 2] = 11
+CACHES = gpt().init_caches(batch=2)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +171,15 @@ TOO_LARGE[1, 2] = 11
         (TOKENS, {"mask": lambda b, h, i, j: i > j}, TypeError, "function"),
         (TOKENS, {"caches": gpt().init_caches(batch=3)}, ValueError, r"caches\[0\].key has shape \(3, 8, 4, 4\)"),
         (TOKENS, {"caches": KVCache.empty(2, 8, 4, 4)}, ValueError, "caches is one KVCache.*num_layers = 2"),
+        (np.zeros((1, 9), int), {}, ValueError, "sequence of 9 .*8 learned positions"),
+        (TOKENS, {"segments": np.zeros((2, 7), int)}, ValueError, r"segments has shape \(2, 7\).*\(2, 8\)"),
+        (TOKENS, {"segments": TOKENS.astype(int) << 32}, ValueError, "segments has values from 0 to .*int32"),
+        (TOKENS, {"segments": TOKENS, "caches": CACHES}, ValueError, "segments .*: leave out caches"),
+        (TOKENS, {"places": np.zeros(2, int)}, ValueError, r"places has shape \(2,\), expected \[2, places\]"),
+        (TOKENS, {"places": np.full((2, 1), 8)}, ValueError, "places contains 8, expected 0 to 7"),
+        (TOKENS, {"targets": TOKENS, "caches": CACHES}, ValueError, "targets .*: leave out caches"),
+        (TOKENS, {"targets": TOKENS[:1]}, ValueError, r"targets has shape \(1, 8\)"),
+        (TOKENS, {"targets": TOKENS - 1}, ValueError, "targets contains -1, .*0 to 10"),
     ],
 )
 def test_gpt_invalid_argument_raises_one_line(tokens, options, error, message, own_errors):
@@ -249,28 +248,6 @@ def test_gpt_bfloat16_keeps_float32_parameters():
     assert 0 < np.abs(logits - exact).max() < 10 * 2**-8 * np.abs(exact).max()
 
 
-@pytest.mark.parametrize(
-    "options, length, message",
-    [
-        ({"positions": "learned"}, 9, "sequence of 9 .*8 learned positions"),
-        ({"num_heads": 3}, 8, "width = 16: .*num_heads = 3, .*15"),
-        ({"positions": "absolute"}, 8, "positions = 'absolute'"),
-        ({"attention": {"window": -1}}, 8, "attention.window = -1"),
-        ({"attention": {"kv_heads": 3}}, 8, "attention.kv_heads = 3: .*num_heads = 4, .*1"),
-        ({"num_heads": 16}, 8, "attention.rotary.fraction = 1.0: rotates 1 of the 1 features of a head"),
-        ({"width": 15, "num_heads": 3, "positions": "sinusoidal"}, 8, "width = 15: expected an even width"),
-        ({"mlp_ratio": 0.01}, 8, "mlp_ratio = 0.01: .*1/16 .*width = 16"),
-        ({"padded_vocab_size": 10}, 8, "padded_vocab_size = 10: expected vocab_size = 11 or more"),
-        ({"layers": "local far"}, 8, "layers = 'local far': no kind 'far'"),
-        ({"layers": "local attention"}, 8, "local.window = None: expected the positions"),
-        ({"attention": {"qk_norm_joint": True, "qk_norm": False}}, 8, "attention.qk_norm_joint = True: .* qk_norm"),
-    ],
-)
-def test_gpt_invalid_option_raises_one_line(options, length, message):
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(gpt(**options).init, jax.random.key(0), np.zeros((1, length), np.int32))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("option, remat", [("gemma", "block"), ("residual", "none"), ("olmo", "block")])
 def test_gpt_stacked_layers_have_the_same_losses_and_gradients(option, remat):
@@ -332,19 +309,6 @@ def test_gpt_places_alone_have_the_logits_and_losses_of_the_full_pass():
     *expected, logits, losses = run(params)
     np.testing.assert_allclose(logits, at(expected[0]), atol=1e-5)
     np.testing.assert_allclose(losses, at(expected[1]), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "places, message",
-    [
-        (np.zeros(2, np.int32), r"places has shape \(2,\), expected \[2, places\]"),
-        (np.full((2, 1), 8), "places contains 8, expected 0 to 7"),
-    ],
-)
-def test_gpt_wrong_places_raise_one_line(places, message, own_errors):
-    model = gpt()
-    with pytest.raises(ValueError, match=message):
-        model.apply(parameters(model, TOKENS), TOKENS, places=places)
 
 
 @pytest.mark.parametrize(

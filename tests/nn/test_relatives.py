@@ -86,17 +86,3 @@ def test_edited_step_of_latent_attention_is_not_absorbed():
     edit = {"edit_v": {"tapped": lambda v: 0 * v}}
     out, _ = jax.jit(lambda p: module.apply(p | edit, X[:, :1], cache=empty("latent")))(params)
     near(out, 0)
-
-
-@pytest.mark.parametrize(
-    "kind, fields, message",
-    [
-        ("differential", {"num_heads": 3, "width": 18}, "num_heads = 3: expected an even number"),
-        ("differential", {"differential": {"sinks": True}}, "differential.sinks = True: no such option"),
-        ("stick_breaking", {"positions": "rotary"}, "positions = 'rotary': no layer of stick_breaking has them"),
-    ],
-    ids=str,
-)
-def test_options_that_a_layer_does_not_have_raise_one_line(kind, fields, message):
-    with pytest.raises(ValueError, match=message):
-        GPT.of(**SIZES | {"layers": kind} | fields)

@@ -99,24 +99,6 @@ def test_remat_policies_store_less_in_the_order_none_dots_attention_block():
     assert stored["attention"] - stored["block"] == MODEL.config.num_layers * 24 * (16 + 4)
 
 
-def test_unknown_remat_is_one_line_that_lists_the_policies():
-    with pytest.raises(ValueError, match="remat = 'all'"):
-        MODEL.replace(remat="all")
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"targets": TOKENS, "caches": MODEL.init_caches(2)}, "targets .*: leave out caches"),
-        ({"targets": TOKENS[:1]}, r"targets has shape \(1, 12\)"),
-        ({"targets": TOKENS - 1}, "targets contains -1, .*0 to 39"),
-    ],
-)
-def test_unusable_targets_are_one_line(options, message, own_errors):
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda params: MODEL.apply({"params": params}, TOKENS, **options), PARAMS)  # ids with values
-
-
 def test_traced_targets_out_of_range_have_a_loss_of_nan():
     targets = np.where(TOKENS < 2, -1, TOKENS)
     losses = np.asarray(jax.jit(lambda targets: MODEL.apply({"params": PARAMS}, TOKENS, targets=targets))(targets))
