@@ -16,6 +16,8 @@ from attnlab import see
 from attnlab.nn import GPT, Block, stack_layers, taps, unstack_layers
 from attnlab.nn.remat import REMAT
 from attnlab.nn.stack import is_stacked
+from tests.nn.test_gpt import OPTIONS
+from tests.ops.cases import slow
 from tests.parameters import parameters
 
 SIZES = {"vocab_size": 40, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12}
@@ -52,17 +54,6 @@ def test_shapes_of_stacked_layers_keep_their_shardings():
     stacked = stack_layers(given)
     assert stacked["blocks"]["w"].sharding.spec == P(None, "fsdp")
     assert unstack_layers(stacked)["block_0"]["w"].sharding.spec == P("fsdp")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", REMAT)
-def test_stacked_layers_have_the_loss_and_gradients_of_single_ones(remat):
-    expected, slopes = jax.tree.map(np.asarray, value_and_gradient(MODEL)(PARAMS))
-    loss, stacked = jax.tree.map(np.asarray, value_and_gradient(MODEL.replace(remat=remat))(stack_layers(PARAMS)))
-    # Float32 sums in another order: some units of 6e-8 of the largest element.
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    largest = max(float(abs(x).max()) for x in jax.tree.leaves(slopes))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6 * largest), unstack_layers(stacked), slopes)
 
 
 def test_stacked_layers_decode_drop_and_sow_as_single_ones_do():
@@ -105,69 +96,77 @@ def test_traced_targets_out_of_range_have_a_loss_of_nan():
     assert np.isnan(losses[0, :2]).all() and np.isfinite(losses[0, 2:]).all()
 
 
+HYBRID = {"num_layers": 5, "positions": "none", "layers": "attention conv", "mlp_ratio": 1.0}
+
+
 @pytest.fixture(scope="module")
 def hybrid():
     """A model whose layers are of two kinds, and its parameters."""
-    model = GPT.of(**SIZES | {"num_layers": 5}, positions="none", layers="attention conv", mlp_ratio=1.0)
+    model = GPT.of(**SIZES | HYBRID)
     return model, parameters(model, TOKENS)["params"]
 
 
+@pytest.mark.parametrize(
+    "options, remat",
+    [
+        (HYBRID, "dots"),
+        *(slow({"dropout": 0.1}, remat) for remat in REMAT),
+        slow({"layers": "gru"}, "attention"),
+        slow({"layers": "mamba2"}, "dots"),
+        *(slow({"layers": kind}, "block") for kind in ("gated_delta", "latent")),
+        *(slow(OPTIONS[name] | {"num_layers": 5, "num_heads": 4}, "block") for name in ("gemma", "olmo")),
+        slow(OPTIONS["residual"] | {"num_layers": 5, "num_heads": 4}, "none"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.get("layers", "attention"),
+)
+def test_stacked_layers_have_the_loss_and_gradients_of_single_ones(options, remat):
+    model = GPT.of(**SIZES | options)
+    params = parameters(model, TOKENS)["params"]
+    expected, slopes = jax.device_get(value_and_gradient(model)(params))
+    loss, stacked = jax.device_get(value_and_gradient(model.replace(remat=remat))(stack_layers(params)))
+    # Float32 sums in another order: for each layer some units of 6e-8 of the largest element, which the norms of a
+    # delta rule's short keys amplify.
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    of_layer = 5e-6 if options.get("layers") == "gated_delta" else 1e-6
+    atol = of_layer * model.config.num_layers * max(np.abs(x).max() for x in jax.tree.leaves(slopes))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), unstack_layers(stacked), slopes)
+
+
+LOCAL = {"local": {"window": 3, "value_residual": True}, "attention": {"value_residual": True}}
+
+
+@pytest.mark.parametrize(
+    "layers, number, options",
+    [
+        ("local*2 attention", 2, LOCAL),
+        slow("local attention", 1, LOCAL),
+        slow("local*2 attention", 5, LOCAL),
+        ("attention hgrn2", 4, {}),
+        slow("rwkv7 hgrn2", 3, {}),
+        slow("rwkv7", 1, {}),
+    ],
+)
+def test_stacked_layers_have_their_numbers_and_the_first_values(layers, number, options):
+    model = GPT.of(**SIZES | {"num_layers": number}, layers=layers, mlp_ratio=1.0, **options)
+    params = parameters(model, TOKENS)["params"]
+    expected, found = (jax.jit(model.apply)({"params": p}, TOKENS) for p in (params, stack_layers(params)))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_layers_of_unlike_kinds_are_a_stack_for_each_place(hybrid):
-    _, params = hybrid
+    model, params = hybrid
     stacked = stack_layers(params)
     assert {"blocks_0", "blocks_1", "block_4"} <= set(stacked) and "block_3" not in stacked
     assert stacked["blocks_1"]["attention"]["conv"]["kernel"].shape == (2, 4, 16, 16)
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), params)
-
-
-def test_stacked_layers_of_unlike_kinds_compute_what_single_ones_do(hybrid):
-    model, params = hybrid
-    stacked = stack_layers(params)
-    expected, slopes = jax.device_get(value_and_gradient(model)(params))
-    found, of_stacked = jax.device_get(value_and_gradient(model.replace(remat="dots"))(stacked))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    # Sums of float32 in another order, through five layers: some tens of units of 6e-8 of the largest.
-    near = functools.partial(
-        np.testing.assert_allclose, atol=5e-6 * max(np.abs(x).max() for x in jax.tree.leaves(slopes))
-    )
-    jax.tree.map(near, unstack_layers(of_stacked), slopes)
     _, sown = jax.eval_shape(lambda p: model.apply({"params": p}, TOKENS, mutable=["intermediates"]), stacked)
     assert sorted(sown["intermediates"]) == ["block_0", "block_2", "block_4"]
-
-
-def test_learned_positions_of_a_model_without_attention_go_on_where_its_caches_end(hybrid):
-    layers = hybrid[0].config.layers[1:]
-    model = hybrid[0].replace(layers=layers, num_layers=1, positions="learned", context=14)
-    params = {"params": parameters(model, TOKENS)["params"]}
-    apply, caches, found = jax.jit(model.apply), model.init_caches(2), []
-    expected = apply(params, TOKENS)
-    for start in (0, 4, 8):  # each call with two tokens of padding
-        part = np.pad(TOKENS[:, start : start + 4], ((0, 0), (0, 2)))
-        logits, caches = apply(params, part, caches=caches, lengths=np.array([4, 4]))
-        found.append(logits[:, :-2])
-    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-5)
 
 
 def test_cache_of_one_layer_instead_of_all_raises_one_line(hybrid):
     model, params = hybrid
     with pytest.raises(ValueError, match="caches is one MixerState, expected a sequence of num_layers = 5"):
         model.apply({"params": params}, TOKENS, caches=model.init_caches(2)[1])
-
-
-@pytest.mark.parametrize(
-    "layers, number",
-    [
-        ("local*2 attention", 2),
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("local attention", 1), ("local*2 attention", 5))),
-    ],
-)
-def test_stacked_layers_of_fewer_than_a_pattern_compute_what_single_ones_do(layers, number):
-    residual = {"value_residual": True}
-    options = {"layers": layers, "local": {"window": 3, **residual}, "attention": residual, "mlp_ratio": 1.0}
-    model = GPT.of(**SIZES | {"num_layers": number}, **options)
-    params = parameters(model, TOKENS)["params"]
-    expected, found = (jax.jit(model.apply)({"params": p}, TOKENS) for p in (params, stack_layers(params)))
-    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_stacked_layers_read_other_collections():

@@ -1,4 +1,4 @@
-"""A GPT of each mixer, and of several: loops, recomputation, caches."""
+"""Mixers in a GPT: the sizes of their caches, options and norms."""
 
 import functools
 
@@ -6,78 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from attnlab.nn import GPT, GatedDeltaProduct, stack_layers, unstack_layers
+from attnlab.nn import GPT, GatedDeltaProduct
 from tests.parameters import parameters
 
 TOKENS = np.arange(20).reshape(2, 10) % 11
 SIZES = {"vocab_size": 11, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12}
-REMAT = {"gru": "attention", "mamba2": "dots"}
-
-
-def value_and_gradient(model, params):
-    def loss(params):
-        return model.apply({"params": params}, TOKENS, targets=np.roll(TOKENS, -1, axis=1)).mean()
-
-    return jax.device_get(jax.jit(jax.value_and_grad(loss))(params))
-
-
-@pytest.mark.slow  # of layers in loops and recomputed, `tests/nn/test_stack.py` has a model of two kinds
-@pytest.mark.parametrize("kind", ["gru", "gated_delta", "mamba2", "latent"])
-def test_gpt_of_a_mixer_has_the_same_gradients_in_a_loop_and_recomputed(kind):
-    model = GPT.of(**SIZES, layers=kind)
-    params = parameters(model, TOKENS)["params"]
-    loss, gradient = value_and_gradient(model, params)
-    again = value_and_gradient(model.replace(remat=REMAT.get(kind, "block")), stack_layers(params))
-    np.testing.assert_allclose(again[0], loss, rtol=1e-6)
-    size = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradient))
-    assert jax.tree.structure(unstack_layers(again[1])) == jax.tree.structure(gradient)
-    # Sums of float32 in another order.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * size), unstack_layers(again[1]), gradient
-    )
-
-
-@pytest.mark.parametrize(
-    "layers",
-    [
-        "attention rwkv7 rwkv7",  # the second layer hands its values to the last one alone
-        pytest.param("forget differential latent stick_breaking", marks=pytest.mark.slow),
-        pytest.param("mamba2 local retention gru", marks=pytest.mark.slow),
-        pytest.param("kda hgrn2 delta_product hgrn2", marks=pytest.mark.slow),
-    ],
-)
-def test_hybrid_with_caches_equals_the_full_pass(layers):
-    local = {"local": {"window": 4}} if "local" in layers else {}
-    model = GPT.of(**SIZES | {"num_layers": len(layers.split())}, layers=layers, mlp_ratio=0.0, **local)
-    params, apply = parameters(model, TOKENS), jax.jit(model.apply)
-    whole = np.asarray(apply(params, TOKENS))
-    caches, outs = model.init_caches(batch=2, capacity=12), []
-    for t in range(10):
-        out, caches = apply(params, TOKENS[:, t : t + 1], caches=caches)
-        outs.append(np.asarray(out))
-    size = np.abs(whole).max()
-    np.testing.assert_allclose(np.concatenate(outs, axis=1), whole, atol=1e-5 * size)
-    # A piece of six, of which the first row has four: the rest follows.
-    out, caches = apply(params, TOKENS[:, :6], caches=model.init_caches(2, 12), lengths=np.array([4, 6], np.int32))
-    np.testing.assert_allclose(out[0, :4], whole[0, :4], atol=1e-5 * size)
-    following = np.stack([TOKENS[0, 4:5], TOKENS[1, 6:7]])
-    out, _ = apply(params, following, caches=caches)
-    np.testing.assert_allclose(out[:, 0], [whole[0, 4], whole[1, 6]], atol=1e-5 * size)
-
-
-@pytest.mark.parametrize(
-    "layers, number",
-    [
-        ("attention hgrn2", 4),
-        pytest.param("rwkv7 hgrn2", 3, marks=pytest.mark.slow),
-        pytest.param("rwkv7", 1, marks=pytest.mark.slow),
-    ],
-)
-def test_stacked_layers_have_their_numbers_and_the_first_values(layers, number):
-    model = GPT.of(**SIZES | {"num_layers": number}, layers=layers, mlp_ratio=1.0)
-    params = parameters(model, TOKENS)["params"]
-    expected, found = (jax.jit(model.apply)({"params": p}, TOKENS) for p in (params, stack_layers(params)))
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
 @functools.cache
