@@ -4,19 +4,35 @@ Functions take the layer's parameters by path, "query/kernel", and one sequence 
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from attnlab.masks import Causal
-from attnlab.nn import DifferentialAttention, LatentAttention, Rotary, StickBreakingAttention
+from attnlab.nn import DifferentialAttention, LatentAttention, MultiHeadAttention, Rotary, StickBreakingAttention
+from attnlab.score_mods import SoftCap
 from tests.ops.test_stick_breaking import broken
 from tests.parameters import parameters
 
 X = np.random.default_rng(0).standard_normal((2, 9, 8)).astype(np.float32)
+
+
+class ExclusiveAttention(MultiHeadAttention):
+    """Attention whose outputs have no part along the token's own value."""
+
+    def after(self, z, v, x, context):
+        v = jnp.repeat(v, z.shape[-2] // v.shape[-2], axis=-2)
+        unit = v * jax.lax.rsqrt(jnp.maximum((v**2).sum(-1, keepdims=True), 1e-12))  # 0 for a value of 0
+        return super().after(z - (z * unit).sum(-1, keepdims=True) * unit, v, x, context)
+
+
+GATES = {"score_mod": SoftCap(9.0), "forget_gate": True, "output_gate": True}
 MODULES = {
+    "gates": MultiHeadAttention(4, kv_heads=2, mask=Causal(), rotary=Rotary(), **GATES),
     "differential": DifferentialAttention(4, kv_heads=2, mask=Causal(), rotary=Rotary()),
     "latent": LatentAttention(2, 20, 3, 2, 5, mask=Causal(), rotary=Rotary()),  # expands a cache from 5 tokens on
     "latent_queries": LatentAttention(2, 2, 3, 2, 5, q_rank=3, use_bias=True, mask=Causal(), rotary=Rotary()),
     "stick_breaking": StickBreakingAttention(4, kv_heads=2, mask=Causal()),
+    "exclusive": ExclusiveAttention(4, kv_heads=2, mask=Causal()),
 }
 
 
@@ -45,11 +61,31 @@ def rotated(x):
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
-def softmax(q, k, scale):
+def softmax(scores):
     """Causal weights `[T, T]` of one head."""
-    scores = np.where(np.tri(len(q), dtype=bool), scale * q @ k.T, -np.inf)
+    scores = np.where(np.tri(len(scores), dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def gates(x, p):
+    """Lin et al. 2025, equations 1 and 2, of capped logits, and the output gate of Qiu et al. 2025."""
+    q, k, v, gate = (dense(x, p, name) for name in ("query", "key", "value", "gate"))
+    q, k, log_gates, z = rotated(q), rotated(k), -np.logaddexp(0, -dense(x, p, "forget")), np.zeros_like(q)
+    for h in range(q.shape[1]):
+        forgotten = [[log_gates[j + 1 : i + 1, h].sum() for j in range(len(x))] for i in range(len(x))]
+        logits = 9 * np.tanh(q[:, h] @ k[:, h // 2].T / np.sqrt(q.shape[-1]) / 9)
+        z[:, h] = softmax(logits + forgotten) @ v[:, h // 2]
+    return np.einsum("thd,hdf->tf", z / (1 + np.exp(-gate)), p["out/kernel"]) + p["out/bias"]
+
+
+def exclusive(x, p):
+    """Outputs of each head less their part along the token's own value."""
+    q, k, v = (dense(x, p, name) for name in ("query", "key", "value"))
+    v = v.repeat(2, axis=1)
+    z = np.stack([softmax(q[:, h] @ k[:, h // 2].T / np.sqrt(q.shape[-1])) @ v[:, h] for h in range(4)], axis=1)
+    z -= (z * v).sum(-1, keepdims=True) / (v * v).sum(-1, keepdims=True) * v
+    return np.einsum("thd,hdf->tf", z, p["out/kernel"]) + p["out/bias"]
 
 
 def differential(x, p, layer=0):
@@ -58,7 +94,7 @@ def differential(x, p, layer=0):
     q, k = rotated(q), rotated(k)
     heads, group, start = q.shape[1] // 2, q.shape[1] // k.shape[1], 0.8 - 0.6 * np.exp(-0.3 * layer)
     share = np.exp(p["lambda_q1"] @ p["lambda_k1"]) - np.exp(p["lambda_q2"] @ p["lambda_k2"]) + start
-    maps = [softmax(q[:, h], k[:, h // group], q.shape[-1] ** -0.5) for h in range(2 * heads)]
+    maps = [softmax(q[:, h] @ k[:, h // group].T / np.sqrt(q.shape[-1])) for h in range(2 * heads)]
     out = [(maps[h] - share * maps[heads + h]) @ v[:, h // group] for h in range(heads)]
     z = rms(np.stack(out, axis=1), p["norm/scale"], 1e-5) * (1 - start)
     return np.einsum("thd,hdf->tf", z, p["out/kernel"]) + p["out/bias"]
@@ -74,7 +110,7 @@ def latent(x, p):
     shared = rotated(dense(x, p, "rotary")[:, None])[:, 0]
     out = []
     for h in range(q.shape[1]):
-        out.append(softmax(q[:, h], np.concatenate([k[:, h], shared], axis=-1), scale) @ v[:, h])
+        out.append(softmax(scale * q[:, h] @ np.concatenate([k[:, h], shared], axis=-1).T) @ v[:, h])
     return np.einsum("thd,hdf->tf", np.stack(out, axis=1), p["out/kernel"]) + p.get("out/bias", 0)
 
 
@@ -85,4 +121,5 @@ def stick_breaking(x, p):
     return np.einsum("thd,hdf->tf", z, p["out/kernel"]) + p["out/bias"]
 
 
-PAPERS = {"differential": differential, "latent": latent, "latent_queries": latent, "stick_breaking": stick_breaking}
+PAPERS = {"gates": gates, "differential": differential, "latent": latent, "latent_queries": latent}
+PAPERS |= {"stick_breaking": stick_breaking, "exclusive": exclusive}

@@ -1,4 +1,4 @@
-"""Forget and output gates of multi-head attention: against NumPy, with caches, and split."""
+"""Forget and output gates of multi-head attention; mixers/test_papers.py compares them with their formulas."""
 
 import functools
 
@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 import attnlab
-from attnlab.masks import Causal, SlidingWindow
+from attnlab.masks import Causal
 from attnlab.nn import GPT, KVCache, MultiHeadAttention, sharding
-from attnlab.score_mods import Forget, SoftCap
+from attnlab.score_mods import Forget
 from attnlab.training.optimizer import decayed
+from tests.nn import relatives
 from tests.parameters import parameters
 
 rng = np.random.default_rng(0)
 X = rng.standard_normal((2, 7, 8)).astype(np.float32)
-MODULE = MultiHeadAttention(4, kv_heads=2, mask=Causal(), score_mod=SoftCap(9.0), forget_gate=True, output_gate=True)
+MODULE = relatives.MODULES["gates"]
 PARAMS = parameters(MODULE, X)
 APPLY = jax.jit(MODULE.apply)
 EMPTY = KVCache.empty(batch=2, capacity=8, kv_heads=2, head_dim=2, forget_heads=4)
@@ -26,40 +27,15 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def reference(params, x):
-    """The module's output for `[B, T, F]`, from the paper's formulas."""
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["params"])
-
-    def project(name):
-        kernel = params[name]["kernel"]
-        return np.tensordot(x.astype(np.float64), kernel, 1) + params[name]["bias"]
-
-    q, k, v = project("query"), *(np.repeat(project(name), 2, axis=-2) for name in ("key", "value"))
-    scores = np.einsum("bihd,bjhd->bhij", q, k) / np.sqrt(q.shape[-1])
-    scores = 9 * np.tanh(scores / 9)
-    log_gates = np.moveaxis(-np.logaddexp(0, -project("forget")), -1, -2)  # [B, H, T]
-    for i in range(x.shape[1]):
-        for j in range(x.shape[1]):
-            forgotten = log_gates[..., j + 1 : i + 1].sum(axis=-1)
-            scores[..., i, j] = scores[..., i, j] + forgotten if j <= i else -np.inf
-    weights = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
-    z = np.einsum("bhij,bjhd->bihd", weights, v) * sigmoid(project("gate"))
-    return np.einsum("bihd,hdf->bif", z, params["out"]["kernel"]) + params["out"]["bias"]
-
-
 # Outputs are sums of some ten numbers of size 1: 1e-6 is 17 units of float32's rounding.
 near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
-
-
-def test_gated_attention_equals_the_formulas():
-    near(APPLY(PARAMS, X), reference(PARAMS, X))
 
 
 def test_gate_that_forgets_all_spoils_nothing_after_it():
     x, params = X.copy(), jax.tree.map(np.array, PARAMS)
     x[..., 0] = np.arange(7) == 2
     params["params"]["forget"]["kernel"][0] = -1e9
-    near(APPLY(params, x), reference(params, x))
+    near(APPLY(params, x), np.stack([relatives.gates(np.float64(row), relatives.by_path(params)) for row in x]))
 
 
 def test_gate_parameters_have_shapes_and_initial_values_of_the_papers():
@@ -75,13 +51,11 @@ def test_gate_parameters_have_shapes_and_initial_values_of_the_papers():
     assert [name for name, leaves in shapes.items() if "bias" in leaves] == ["forget"]
 
 
-def test_rolling_cache_equals_window_and_keeps_sums_small():
+def test_rolling_cache_keeps_sums_small():
     """Beyond the capacity: sums count from the newest position, so they do not grow with the text."""
     x, cache = np.tile(X, (1, 4, 1)), EMPTY
-    expected = jax.jit(MODULE.apply)(PARAMS, x, mask=SlidingWindow(7))
-    for t in range(28):
-        out, cache = APPLY(PARAMS, x[:, t : t + 1], cache=cache)
-        near(out[:, 0], expected[:, t])
+    for token in np.split(x, 28, axis=1):
+        _, cache = APPLY(PARAMS, token, cache=cache)
     steps = -np.log(sigmoid(x @ PARAMS["params"]["forget"]["kernel"] + PARAMS["params"]["forget"]["bias"]))
     assert np.abs(cache.forget).max() <= 8 * steps.max()
 
@@ -95,21 +69,6 @@ def test_cache_after_discarded_tokens_continues_from_the_newest_kept():
     near(out, np.take_along_axis(np.asarray(APPLY(PARAMS, alone)), (kept[:, None] + np.arange(2))[..., None], axis=1))
 
 
-@pytest.mark.slow
-def test_blockwise_equals_dense_with_gradients_of_the_gates(float64):
-    x = rng.standard_normal((2, 40, 8))
-    params = jax.tree.map(lambda leaf: leaf.astype(np.float64), PARAMS)
-
-    def loss(params, impl):
-        return (MODULE.clone(impl=impl).apply(params, x) ** 2).sum()
-
-    both = jax.jit(lambda params: [jax.grad(loss)(params, impl) for impl in ("dense", "blockwise")])
-    dense, blockwise = both(params)
-    # As in tests/ops/test_blockwise.py: both round each of some hundred sums.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-10), dense, blockwise)
-    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves([dense["params"][n] for n in ("forget", "gate")]))
-
-
 def test_sums_are_float32_in_a_bfloat16_module():
     module = MODULE.clone(dtype=jnp.bfloat16)
     cache = KVCache.empty(2, 8, 2, 2, jnp.bfloat16, forget_heads=4)
@@ -120,7 +79,7 @@ def test_sums_are_float32_in_a_bfloat16_module():
 @pytest.mark.parametrize(
     "module, options, message",
     [
-        (MODULE, {"inputs_kv": X}, "forget_gate needs queries and keys of one sequence"),
+        (MODULE.clone(rotary=None), {"inputs_kv": X}, "forget_gate needs queries and keys of one sequence"),
         (MODULE, {"cache": EMPTY._replace(forget=EMPTY.forget[..., :2])}, r"shape \(2, 8, 2\), expected \(2, 8, 4\)"),
         (MODULE, {"cache": EMPTY._replace(forget=EMPTY.forget.astype(jnp.bfloat16))}, "expected float32 or float64"),
         (MODULE.clone(forget_gate=False), {"cache": EMPTY}, "length, forget, expected key, value, length: make"),

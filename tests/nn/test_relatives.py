@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attnlab import see
-from attnlab.nn import GPT, Context
+from attnlab.nn import GPT
 from tests.nn import relatives
 from tests.nn.relatives import MODULES, X
 from tests.parameters import parameters
@@ -27,17 +27,6 @@ def whole(name):
 
 def empty(name, capacity=10):
     return MODULES[name].init_cache(2, 8, capacity)
-
-
-@EACH
-def test_cache_beyond_its_capacity_keeps_the_newest_tokens(name):
-    params, apply = compiled(name)
-    cache = empty(name, capacity=4)
-    for t in range(9):
-        out, cache = apply(params, X[:, t : t + 1], cache=cache)
-    # Position by position the same as the last four tokens alone, with their positions.
-    shown = jax.jit(MODULES[name].apply)(params, X, mask=np.tri(9, k=0, dtype=bool) & ~np.tri(9, k=-4, dtype=bool))
-    near(out[:, 0], shown[:, -1])
 
 
 @EACH
@@ -70,14 +59,6 @@ def test_see_verifies_the_pattern_and_contributions_sum_to_the_logits(kind):
 def test_cache_has_the_bytes_of_its_paper(kind, numbers):
     caches = jax.eval_shape(lambda: GPT.of(**SIZES, layers=kind).init_caches(1))
     assert sum(leaf.size for leaf in jax.tree.leaves(caches[0])) == 12 * numbers + 1
-
-
-def test_lambda_of_a_layer_is_its_number_of_the_paper():
-    module, x = MODULES["differential"], np.float64(X)
-    params = compiled("differential")[0]
-    expected = np.stack([relatives.differential(row, relatives.by_path(params), layer=2) for row in x])
-    found = jax.jit(lambda params: module.apply(params, X, Context(layer=2), method="forward").out)(params)
-    near(found, expected)
 
 
 def test_edited_step_of_latent_attention_is_not_absorbed():

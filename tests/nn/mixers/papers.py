@@ -195,8 +195,10 @@ def rwkv7(x, p, *, first=None):
     return out((y * p["norm/scale"] + p["norm/bias"] + u) * g, p)
 
 
-def hgrn2(x, p, *, bound=0.0):
+def hgrn2(x, p, *, layer=0, layers=3):
     """Qin et al. 2024, section 3: f = γ + (1 − γ) σ(x W_f), the query the output gate, then a norm of all heads."""
+    below = layer * np.exp(p["lower_bound"]) if layer else 0.0
+    bound = below / (below + layers - layer)
     o, f, i = silu(projected(x, p, "query")), sigmoid(projected(x, p, "key")), projected(x, p, "value")
     z = by_head(papers.hgrn2, i.shape[1], i, bound + (1 - bound) * f, o)
     return out(rms(z.reshape(len(x), -1), p["norm/scale"]).reshape(z.shape), p)

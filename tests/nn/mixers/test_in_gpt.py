@@ -78,3 +78,18 @@ def test_norm_epsilon_of_a_recurrence_is_that_of_its_outputs_norm():
     logits, same, vanishing = jax.jit(lambda params: [model.apply(params, TOKENS) for model in models])(params)
     np.testing.assert_array_equal(same, logits)
     assert np.abs(vanishing - logits).max() > 1e-4
+
+
+@pytest.mark.parametrize("kind, name, has_effect", [("hgrn2", "lower_bound", [0, 1]), ("rwkv7", "v_down", [0, 1, 1])])
+def test_gpt_tells_layers_their_number_and_hands_them_the_first_values(kind, name, has_effect):
+    model = GPT.of(**SIZES | {"num_layers": len(has_effect)}, layers=kind, mlp_ratio=0.0)
+    params, apply = parameters(model, TOKENS), jax.jit(model.apply)
+
+    def change(layer):
+        """Of the logits, where the parameters of this name are others in a layer."""
+        changed = f"['block_{layer}']['attention']['{name}']"
+        moved = jax.tree_util.tree_map_with_path(lambda p, x: x + (changed in jax.tree_util.keystr(p)), params)
+        return np.abs(np.asarray(apply(moved, TOKENS)) - apply(params, TOKENS)).max()
+
+    for layer, expected in enumerate(has_effect):
+        assert change(layer) > 1e-4 if expected else change(layer) == 0

@@ -44,6 +44,12 @@ def test_gru_in_bfloat16_approaches_its_limit_by_steps_below_a_rounding():
     np.testing.assert_allclose(cache.state, np.tanh(3), atol=1e-5)
 
 
+def test_hgrn2_of_a_shut_gate_has_finite_gradients():
+    params = parameters(ALL["hgrn2"], X)
+    slopes = jax.jit(jax.grad(lambda params: ALL["hgrn2"].apply(params, 1e4 * X).sum()))(params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes))
+
+
 @pytest.mark.parametrize("name", ["gated_delta", "conv"])
 def test_mixer_wrong_inputs_raise_one_line(own_errors, name):
     module = ALL[name]

@@ -111,6 +111,19 @@ def test_layer_gradient_equals_differences_of_its_paper_in_float64(float64, name
     np.testing.assert_allclose(found, (8 * near - far) / 12e-5, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "module, paper",
+    [(nn.HGRN2(2, layers=3), papers.hgrn2), (relatives.MODULES["differential"], relatives.differential)],
+    ids=["hgrn2", "differential"],
+)
+def test_layer_of_a_number_equals_its_paper_in_float64(float64, module, paper):
+    x, context = X[:, :9], nn.Context(layer=2)
+    variables = parameters(module, x)
+    found = jax.jit(lambda variables: module.apply(variables, x, context, method="forward").out)(variables)
+    expected = np.stack([paper(row, by_path(variables), layer=2) for row in x])
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("width, features", [(1, (3,)), (4, (2, 3))])
 def test_short_conv_equals_its_sum_and_keeps_the_last_inputs(float64, width, features):
     x = np.random.default_rng(1).standard_normal((2, 9, *features))

@@ -122,6 +122,10 @@ def test_short_convolution_starts_uniform_within_the_root_of_its_width():
     assert 0.45 < kernel.max() <= 0.5 and -0.5 <= kernel.min() < -0.45 and abs(kernel.mean()) < 0.1
 
 
+def test_lower_bound_of_hgrn2_starts_as_the_layers_share_of_all_layers():
+    np.testing.assert_array_equal(initial(nn.HGRN2(2, layers=3), X)["lower_bound"], 0)
+
+
 # Of each kind, what Muon does not move besides norms and biases; "-" nothing.
 LEFT_TO_ADAMW = {
     "attention local latent stick_breaking linear retention gla gru conv": "-",
