@@ -24,12 +24,20 @@ def outputs_and_gradients(*modules_and_params):
     return jax.jit(run)(X, *(params for _, params in modules_and_params))
 
 
-@pytest.mark.parametrize("use_bias", [True, False])
-def test_layer_norm_equals_flax(use_bias, float64):
-    ours, theirs = LayerNorm(1e-5, use_bias), flax.linen.LayerNorm(epsilon=1e-5, use_bias=use_bias)
-    params = jax.tree.map(np.float64, parameters(theirs, X))
-    assert jax.tree.map(jnp.shape, parameters(ours, X)) == jax.tree.map(jnp.shape, params)
-    (slopes, out), (expected_slopes, expected) = outputs_and_gradients((ours, params), (theirs, params))
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        (LayerNorm(1e-5), flax.linen.LayerNorm(epsilon=1e-5)),
+        (LayerNorm(1e-5, use_bias=False), flax.linen.LayerNorm(epsilon=1e-5, use_bias=False)),
+        (RMSNorm(1e-5), flax.linen.RMSNorm(epsilon=1e-5)),
+        (RMSNorm(1e-5, plus_one=True), flax.linen.RMSNorm(epsilon=1e-5)),
+    ],
+)
+def test_norm_equals_flax(ours, theirs, float64):
+    their_params = jax.tree.map(np.float64, parameters(theirs, X))
+    own_params = jax.tree.map(lambda p: p - getattr(ours, "plus_one", 0), their_params)
+    assert jax.tree.map(jnp.shape, parameters(ours, X)) == jax.tree.map(jnp.shape, their_params)
+    (slopes, out), (expected_slopes, expected) = outputs_and_gradients((ours, own_params), (theirs, their_params))
     np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-12)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9), slopes, expected_slopes)
 
@@ -39,16 +47,6 @@ def test_layer_norm_dtype_is_requested_or_wider():
     for dtype, expected in ((jnp.bfloat16, jnp.bfloat16), (None, jnp.float32)):
         out, _ = jax.eval_shape(LayerNorm(dtype=dtype).init_with_output, jax.random.key(0), x)
         assert out.dtype == expected
-
-
-@pytest.mark.parametrize("plus_one", [True, False])
-def test_rms_norm_equals_flax(plus_one, float64):
-    ours, theirs = RMSNorm(1e-5, plus_one), flax.linen.RMSNorm(epsilon=1e-5)
-    their_params = jax.tree.map(np.float64, parameters(theirs, X))
-    own_params = jax.tree.map(lambda p: p - plus_one, their_params)
-    assert jax.tree.map(jnp.shape, parameters(ours, X)) == jax.tree.map(jnp.shape, their_params)
-    values = outputs_and_gradients((ours, own_params), (theirs, their_params))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9), *values)
 
 
 def test_new_norms_change_no_scale():

@@ -20,8 +20,16 @@ def softplus(x):
     return np.log1p(np.exp(x))
 
 
-def rms(x, scale=1.0):
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-5) * scale
+def rms(x, scale=1.0, epsilon=1e-5):
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon) * scale
+
+
+def rotated(x):
+    """Pairs (i, i + n/2) as complex numbers, `[T, H, n]`."""
+    half = x.shape[-1] // 2
+    frequencies = np.float64(np.float32(10_000.0 ** (-np.arange(half) / half)))  # rounded, as everywhere in attnlab
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * np.arange(len(x))[:, None] * frequencies)[:, None]
+    return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
 def convolution(x, kernel, bias=0.0):
@@ -125,14 +133,6 @@ def gated_linear_attention(x, p):
 def retention(x, p):
     """Sun et al. 2023, section 2: Q and K rotated by their positions as complex numbers, heads normalized and gated."""
     q, k, v = (projected(x, p, name) for name in ("query", "key", "value"))
-    half = q.shape[-1] // 2
-    frequencies = np.float32(10_000.0 ** (-np.arange(half) / half))  # rounded, as everywhere in attnlab
-    turns = np.exp(1j * np.arange(len(x))[:, None] * np.float64(frequencies))[:, None]
-
-    def rotated(y):
-        turned = (y[..., :half] + 1j * y[..., half:]) * turns
-        return np.concatenate([turned.real, turned.imag], axis=-1)
-
     gamma = 1 - 2.0 ** (-5 - np.arange(v.shape[1]))
     z = by_head(
         lambda q, k, v, gamma: papers.retention(q, k, v, gamma[0]),

@@ -7,26 +7,30 @@ import pytest
 
 from attnlab.masks import Causal, SlidingWindow
 from attnlab.nn import GRU, CausalConv, LayerOut, MixerState
+from tests.nn import relatives
 from tests.nn.mixers.cases import ALL, X
+from tests.ops.cases import slow
 from tests.parameters import parameters
 
 BF16 = 2**-8  # relative rounding of bfloat16
-BFLOAT16 = ("rwkv7", "mamba2", "gru", "conv")
+BFLOAT16 = ("gated_delta", "latent", *map(slow, ("rwkv7", "mamba2", "gru", "conv", "differential")))
 
 
-@pytest.mark.parametrize("name", ["gated_delta", *(pytest.param(n, marks=pytest.mark.slow) for n in BFLOAT16)])
-def test_mixer_in_bfloat16_decodes_as_the_full_pass(name):
-    module, params = ALL[name].clone(dtype=jnp.bfloat16), parameters(ALL[name], X)
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_layer_in_bfloat16_decodes_as_the_full_pass(name):
+    exact_module = (ALL | relatives.MODULES)[name]
+    module, params = exact_module.clone(dtype=jnp.bfloat16), parameters(exact_module, X)
     apply = jax.jit(module.apply)
     x = X.astype(jnp.bfloat16)
-    cache, steps = module.init_cache(2, 8), []
+    cache, steps = module.init_cache(2, 8, 12), []
     for part in (x[:, :4], x[:, 4:8], x[:, 8:]):
         out, after = apply(params, part, cache=cache)
         assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, cache)
         cache, steps = after, [*steps, np.asarray(out, np.float32)]
     whole = apply(params, x)
-    assert whole.dtype == jnp.bfloat16 and (cache.state is None or cache.state.dtype == jnp.float32)
-    exact = np.asarray(jax.jit(ALL[name].apply)(params, X))
+    state = getattr(cache, "state", None)
+    assert whole.dtype == jnp.bfloat16 and (state is None or state.dtype == jnp.float32)
+    exact = np.asarray(jax.jit(exact_module.apply)(params, X))
     size = np.abs(exact).max()
     np.testing.assert_allclose(np.concatenate(steps, axis=1), np.float32(whole), atol=4 * BF16 * size)
     # Some ten roundings in a row, of inputs, projections, gates and outputs.
