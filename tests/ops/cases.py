@@ -164,3 +164,10 @@ def results(arrays, run, impl, dtype, compiled=jax.jit):
 
     found = compiled(lambda arrays: with_gradients(outputs, arrays, weigh))(arrays)
     return {name: np.asarray(x, np.float64) for name, x in found.items()}
+
+
+def assert_near(found, expected):
+    """Both round each of some hundred sums; 1e-11 is 5e4 units in the last place of the largest element."""
+    for name, x in expected.items():
+        largest = np.abs(x).max(initial=0, where=np.isfinite(x))
+        np.testing.assert_allclose(found[name], x, rtol=1e-11, atol=1e-11 * largest, err_msg=name)

@@ -297,7 +297,4 @@ def test_random_calls_over_devices_equal_unsplit_calls(float64, seed):
     expected = cases.results(case.arrays, case.run, "blockwise", jnp.float64)
     with jax.set_mesh(mesh_of(context=4)), attnlab.context_parallel("context"):
         found = cases.results(case.arrays, case.run, "blockwise", jnp.float64)
-    for name, x in expected.items():
-        # As in tests/ops/test_blockwise.py.
-        largest = np.abs(x).max(initial=0, where=np.isfinite(x))
-        np.testing.assert_allclose(found[name], x, rtol=1e-11, atol=1e-11 * largest, err_msg=name)
+    cases.assert_near(found, expected)

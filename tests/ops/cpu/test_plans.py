@@ -71,10 +71,7 @@ def test_calls_in_parts_match_dense(float64, shapes, block_sizes, parts):
     call = functools.partial(call_in_parts, block_sizes=block_sizes)
     assert f"length={parts}" in str(jax.make_jaxpr(lambda arrays: call(arrays, "blockwise"))(arrays_of(shapes)))
     given, expected = (cases.results(arrays_of(shapes), call, impl, jnp.float64) for impl in ("blockwise", "dense"))
-    for name, x in expected.items():
-        # Both round each of some hundred sums, as in tests/ops/test_blockwise.py.
-        largest = np.abs(x).max(initial=0, where=np.isfinite(x))
-        np.testing.assert_allclose(given[name], x, rtol=1e-11, atol=1e-11 * largest, err_msg=name)
+    cases.assert_near(given, expected)
 
 
 @pytest.mark.slow

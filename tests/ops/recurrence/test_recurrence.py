@@ -1,4 +1,4 @@
-"""The linear recurrence as users call it: portions of tokens, padding, exact tasks, transformations, errors."""
+"""The linear recurrence as users call it: padding, packing, exact tasks, transformations, errors."""
 
 import functools
 
@@ -53,31 +53,7 @@ def test_heads_that_are_fewer_serve_neighbours(float64, heads):
     close(run(**arrays), run(**{name: repeated(name, x) for name, x in arrays.items()}))
 
 
-# ------------------------------------------------------------------------------------------- portions, padding, packing
-
-
-@members
-def test_pieces_and_tokens_one_by_one_equal_one_pass(float64, decay, erasure, impl):
-    """Each row has a length, and the state goes on; a segment may begin where a piece does."""
-    drawn = draw(decay, erasure)
-    ids = drawn["segment_ids"]
-
-    @functools.partial(jax.jit, static_argnames="pieces")
-    def run(drawn, pieces):
-        state, outs, start = drawn["state"], [], 0
-        for size in pieces:
-            piece = cut(drawn, slice(start, start + size)) | {"lengths": jnp.clip(drawn["lengths"] - start, 0, size)}
-            # A piece knows no ids before it: where its first token begins a segment, its state is empty.
-            begins = np.zeros(BATCH, bool) if not 0 < start < LENGTH else ids[:, start] != ids[:, start - 1]
-            begins &= drawn["lengths"] > start
-            piece["state"] = jnp.where(begins[:, None, None, None], 0, state)
-            out, state = linear_recurrence(**piece, return_state=True, chunk_size=8, impl=impl)
-            outs.append(out)
-            start += size
-        return jnp.concatenate(outs, axis=1), state
-
-    whole = run(drawn, (LENGTH,))
-    close(run(drawn, (13, 0, 20, 4, 1, 1, 1)), whole)
+# ----------------------------------------------------------------------------------------------------- padding, packing
 
 
 @pytest.mark.parametrize(
@@ -99,9 +75,6 @@ def test_padding_with_nan_and_other_segments_is_inert(float64, impl, decay, eras
     for name in ("out", *(f"the gradient of {name}" for name in "qkv")):
         assert not np.asarray(found[name])[~inside].any()
     np.testing.assert_array_equal(found["state"][1], drawn["state"][1])  # of no tokens
-    short = cut(drawn, slice(0, drawn["lengths"][2])) | {"lengths": None}
-    out, state = jax.jit(functools.partial(linear_recurrence, return_state=True, impl=impl, chunk_size=8))(**short)
-    close((found["out"][2, : drawn["lengths"][2]], found["state"][2]), (out[2], state[2]))
 
 
 @members

@@ -20,72 +20,55 @@ def draws(seed=0):
     drawn = {"q": q, "k": k / np.linalg.norm(k, axis=-1, keepdims=True), "v": rng.standard_normal((T, H, V))}
     drawn |= {"alpha": rng.uniform(0.3, 1, (T, H)), "beta": rng.uniform(0, 2, (T, H))}
     drawn |= {"alphas": rng.uniform(0.3, 1, (T, H, K)), "a": rng.uniform(0, 1, (T, H, K))}
-    return drawn | {"w": rng.uniform(0, 1, (T, H, V)), "gamma": 1 - 2.0 ** (-5 - np.arange(H))}
+    by_head = {"gamma": 1 - 2.0 ** (-5 - np.arange(H)), "rate": -np.linspace(0.5, 2, H)}
+    drawn |= {name: np.broadcast_to(x, (T, H)) for name, x in by_head.items()}
+    return drawn | {"w": rng.uniform(0, 1, (T, H, V)), "key": drawn["k"][::-1]}
 
 
 def by_head(paper, *arrays, **options):
     return np.stack([paper(*(x[:, h] for x in arrays), **options) for h in range(H)], axis=1)
 
 
-def linear(x):
-    expected = by_head(papers.linear_attention, x["q"], x["k"], x["v"], normalized=False)
-    return expected, (x["q"], x["k"], x["v"]), {}
+# The recurrence of a paper, its arrays, and the arguments of ours that are not q, k and v.
+MEMBERS = {
+    "linear": (functools.partial(papers.linear_attention, normalized=False), "q k v", lambda x: {}),
+    "retention": (
+        lambda q, k, v, gamma: papers.retention(q, k, v, gamma[0]),
+        "q k v gamma",
+        lambda x: {"g": np.log(x["gamma"])},
+    ),
+    "mamba2": (
+        lambda x, dt, a, b, c: papers.mamba2(x, dt, a[0], b, c),
+        "v beta rate k q",
+        lambda x: {"v": x["beta"][..., None] * x["v"], "g": x["beta"] * x["rate"]},
+    ),
+    "gla": (papers.gla, "q k v alphas", lambda x: {"g": np.log(x["alphas"])}),
+    "hgrn2": (papers.hgrn2, "v alphas q", lambda x: {"k": 1 - x["alphas"], "g": np.log(x["alphas"])}),
+    "delta_net": (papers.delta_net, "q k v beta", lambda x: {"beta": x["beta"]}),
+    "gated_delta_net": (
+        papers.gated_delta_net,
+        "q k v alpha beta",
+        lambda x: {"g": np.log(x["alpha"]), "beta": x["beta"]},
+    ),
+    "kda": (papers.kda, "q k v alphas beta", lambda x: {"g": np.log(x["alphas"]), "beta": x["beta"]}),
+    "gdn2": (
+        papers.gdn2,
+        "q k v alphas a w",
+        lambda x: {"v": x["w"] * x["v"], "g": np.log(x["alphas"]), "erase": (x["k"], x["a"] * x["k"])},
+    ),
+    "rwkv7": (
+        papers.rwkv7,
+        "q key v alphas k a",
+        lambda x: {"k": x["key"], "g": np.log(x["alphas"]), "erase": (x["a"] * x["k"], x["k"] / x["alphas"])},
+    ),
+}
 
 
-def retention(x):
-    expected = [papers.retention(*(x[name][:, h] for name in "qkv"), gamma=x["gamma"][h]) for h in range(H)]
-    return np.stack(expected, 1), (x["q"], x["k"], x["v"], np.broadcast_to(np.log(x["gamma"]), (T, H))), {}
-
-
-def mamba2(x):
-    dt, a = x["beta"], -np.linspace(0.5, 2, H)
-    expected = [papers.mamba2(x["v"][:, h], dt[:, h], a[h], x["k"][:, h], x["q"][:, h]) for h in range(H)]
-    return np.stack(expected, 1), (x["q"], x["k"], dt[..., None] * x["v"], dt * a), {}
-
-
-def gla(x):
-    expected = by_head(papers.gla, x["q"], x["k"], x["v"], x["alphas"])
-    return expected, (x["q"], x["k"], x["v"], np.log(x["alphas"])), {}
-
-
-def hgrn2(x):
-    expected = by_head(papers.hgrn2, x["v"], x["alphas"], x["q"])
-    return expected, (x["q"], 1 - x["alphas"], x["v"], np.log(x["alphas"])), {}
-
-
-def delta_net(x):
-    return by_head(papers.delta_net, x["q"], x["k"], x["v"], x["beta"]), (x["q"], x["k"], x["v"], None, x["beta"]), {}
-
-
-def gated_delta_net(x):
-    expected = by_head(papers.gated_delta_net, x["q"], x["k"], x["v"], x["alpha"], x["beta"])
-    return expected, (x["q"], x["k"], x["v"], np.log(x["alpha"]), x["beta"]), {}
-
-
-def kda(x):
-    expected = by_head(papers.kda, x["q"], x["k"], x["v"], x["alphas"], x["beta"])
-    return expected, (x["q"], x["k"], x["v"], np.log(x["alphas"]), x["beta"]), {}
-
-
-def gdn2(x):
-    expected = by_head(papers.gdn2, x["q"], x["k"], x["v"], x["alphas"], x["a"], x["w"])
-    return expected, (x["q"], x["k"], x["w"] * x["v"], np.log(x["alphas"])), {"erase": (x["k"], x["a"] * x["k"])}
-
-
-def rwkv7(x):
-    key = x["k"][::-1]
-    expected = by_head(papers.rwkv7, x["q"], key, x["v"], x["alphas"], x["k"], x["a"])
-    erase = (x["a"] * x["k"], x["k"] / x["alphas"])
-    return expected, (x["q"], key, x["v"], np.log(x["alphas"])), {"erase": erase}
-
-
-MEMBERS = [linear, retention, mamba2, gla, hgrn2, delta_net, gated_delta_net, kda, gdn2, rwkv7]
-
-
-@pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.__name__)
-def test_specification_equals_recurrence_of_the_paper(float64, member):
-    expected, arrays, options = member(draws())
-    out = jax.jit(functools.partial(recurrent, scale=1.0))(*arrays, **options)
+@pytest.mark.parametrize("paper, names, arguments", MEMBERS.values(), ids=MEMBERS)
+def test_specification_equals_recurrence_of_the_paper(float64, paper, names, arguments):
+    x = draws()
+    expected = by_head(paper, *(x[name] for name in names.split()))
+    out = jax.jit(functools.partial(recurrent, scale=1.0))(**{name: x[name] for name in "qkv"} | arguments(x))
     assert out.dtype == np.float64
     np.testing.assert_allclose(out, expected, atol=1e-10, rtol=0)
 
