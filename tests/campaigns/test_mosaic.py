@@ -7,41 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnlab.masks import BlockSparse, Causal, MaskFn, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.ops import mosaic
 from attnlab.score_mods import ALiBi, Forget, ScoreFn, SoftCap
+from tests.ops.cases import draw_mask
 from tests.ops.test_mosaic import Shape, assert_near, drawn, needs_jax_011, results, specified, with_nan
 
 pytestmark = [pytest.mark.campaign, needs_jax_011]
 
 LENGTHS = [(256, 256), (256, 256), (200, 200), (130, 256), (256, 100)]
-
-
-def draw_mask(rng, shape: Shape, depth=2):
-    """A random expression of `&`, `|`, `~` over the masks that kernels take."""
-    if depth and rng.random() < 0.6:
-        a, b = (draw_mask(rng, shape, depth - 1) for _ in range(2))
-        return [lambda: a & b, lambda: a | b, lambda: ~a][rng.integers(3)]()
-    lead = (shape.batch,) if rng.random() < 0.5 else ()
-
-    def integers(low, high, *shape):
-        return np.asarray(rng.integers(low, high, shape), np.int32)
-
-    def documents(length):
-        return np.sort(integers(0, 4, *lead, length), axis=-1)
-
-    by_head, ids = integers(1, 4, shape.heads), integers(0, 3, shape.batch, max(shape.queries, shape.keys))
-    blocks = (shape.batch, int(rng.choice([1, shape.heads])), -(-shape.queries // 64), -(-shape.keys // 64))
-    return [
-        Causal,
-        lambda: SlidingWindow(int(rng.integers(0, shape.keys)), int(rng.integers(0, 200))),
-        lambda: PrefixLM(integers(0, shape.keys + 1, *lead) if lead else int(rng.integers(0, shape.keys))),
-        lambda: Padding(integers(0, shape.keys + 1, *lead) if lead else int(rng.integers(0, shape.keys))),
-        lambda: Segments(documents(shape.queries), documents(shape.keys)),
-        lambda: BlockSparse(rng.random(blocks) < 0.5, 64),
-        lambda: MaskFn(lambda b, h, i, j, by: (i - j + b) % by[h] == 0, by_head),
-        lambda: MaskFn(lambda b, h, i, j, x, y: (x[b, 3] > 0) | (y[h] != 1) & (abs(i - j) < 90), ids, by_head),
-    ][rng.integers(8)]()
 
 
 def draw_mods(rng, shape: Shape):
@@ -68,7 +41,9 @@ def test_random_composition_has_the_results_and_gradients_of_the_specification(s
     shape = Shape(3 - heads, queries, keys, heads, int(rng.integers(1, heads + 1)), features)
     arrays, mods = draw_mods(rng, shape)
     arrays |= {"sinks": rng.normal(size=heads)} if rng.random() < 0.4 else {}
-    terms = {"mask": draw_mask(rng, shape)} if rng.random() < 0.9 else {}
+    terms = {}
+    if rng.random() < 0.9:  # kernels take blocks of 64, and no arrays of all pairs
+        terms["mask"] = draw_mask(rng, (shape.batch,), heads, queries, keys, size=64, dense=False)
     if queries != keys or rng.random() < 0.2:
         terms["q_positions"] = rng.integers(0, keys, queries).astype(np.int32)
         terms["kv_positions"] = np.arange(keys, dtype=np.int32)

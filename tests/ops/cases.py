@@ -18,10 +18,13 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def draw_mask(rng, batch, heads, q_length, kv_length, depth=2):
-    """A random expression of `&`, `|`, `~` over masks of all types, with NumPy arrays."""
+def draw_mask(rng, batch, heads, q_length, kv_length, depth=2, size=3, dense=True):
+    """A random expression of `&`, `|`, `~` over masks of all types, with NumPy arrays.
+
+    `size` is that of blocks, and of windows to the right at most; without `dense` no mask is an array of all pairs.
+    """
     if depth and rng.random() < 0.5:
-        a, b = (draw_mask(rng, batch, heads, q_length, kv_length, depth - 1) for _ in range(2))
+        a, b = (draw_mask(rng, batch, heads, q_length, kv_length, depth - 1, size, dense) for _ in range(2))
         return [lambda: a & b, lambda: a | b, lambda: ~a][rng.integers(3)]()
     lead = batch if rng.random() < 0.5 else ()
     by_head = rng.choice([1, heads])
@@ -29,19 +32,23 @@ def draw_mask(rng, batch, heads, q_length, kv_length, depth=2):
     def integers(low, high, *shape):
         return np.asarray(rng.integers(low, high, shape), np.int32)
 
-    return [
+    of_pairs = [
+        lambda: Dense(rng.random((*batch, by_head, q_length, kv_length)) < 0.6),
+        lambda: Dense(rng.random((q_length, kv_length)) < 0.6),
+    ]
+    masks = [
         Causal,
-        lambda: SlidingWindow(int(rng.integers(0, kv_length + 1)), int(rng.integers(0, 4))),
+        lambda: SlidingWindow(int(rng.integers(0, kv_length + 1)), int(rng.integers(0, size + 1))),
         lambda: PrefixLM(integers(0, kv_length + 1, *lead) if rng.random() < 0.5 else int(rng.integers(0, kv_length))),
         lambda: Padding(integers(0, kv_length + 1, *lead) if rng.random() < 0.5 else int(rng.integers(0, kv_length))),
         lambda: Segments(*(np.sort(integers(0, 3, *lead, length), axis=-1) for length in (q_length, kv_length))),
         lambda: Segments(integers(0, 3, *lead, q_length), integers(0, 3, *lead, kv_length)),
-        lambda: BlockSparse(rng.random((*batch, by_head, -(-q_length // 3), -(-kv_length // 3))) < 0.4, size=3),
-        lambda: Dense(rng.random((*batch, by_head, q_length, kv_length)) < 0.6),
-        lambda: Dense(rng.random((q_length, kv_length)) < 0.6),
+        lambda: BlockSparse(rng.random((*batch, by_head, -(-q_length // size), -(-kv_length // size))) < 0.4, size),
+        *(of_pairs if dense else []),
         lambda: MaskFn(lambda b, h, i, j: (i - j + h + b) % 3 != 0),
         lambda: MaskFn(lambda b, h, i, j, by: (i - j) % by[h] == 0, integers(1, 4, heads)),
-    ][rng.integers(11)]()
+    ]
+    return masks[rng.integers(len(masks))]()
 
 
 MODS = {

