@@ -12,7 +12,6 @@ from attnlab.nn import DifferentialAttention, LatentAttention, MultiHeadAttentio
 from attnlab.score_mods import SoftCap
 from tests.nn.mixers.papers import out, projected, rms, rotated, sigmoid
 from tests.ops.test_stick_breaking import broken
-from tests.parameters import parameters
 
 X = np.random.default_rng(0).standard_normal((2, 9, 8)).astype(np.float32)
 
@@ -40,10 +39,6 @@ MODULES = {
 def by_path(variables) -> dict[str, np.ndarray]:
     leaves = jax.tree_util.tree_leaves_with_path(variables["params"])
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.float64(leaf) for path, leaf in leaves}
-
-
-def compiled(name):
-    return parameters(MODULES[name], X), jax.jit(MODULES[name].apply)
 
 
 def softmax(scores):

@@ -13,6 +13,7 @@ from attnlab.nn import GPT, KVCache, MultiHeadAttention, sharding
 from attnlab.score_mods import Forget
 from attnlab.training.optimizer import decayed
 from tests.nn import relatives
+from tests.nn.mixers.papers import sigmoid
 from tests.parameters import parameters
 
 rng = np.random.default_rng(0)
@@ -21,10 +22,6 @@ MODULE = relatives.MODULES["gates"]
 PARAMS = parameters(MODULE, X)
 APPLY = jax.jit(MODULE.apply)
 EMPTY = KVCache.empty(batch=2, capacity=8, kv_heads=2, head_dim=2, forget_heads=4)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
 
 
 # Outputs are sums of some ten numbers of size 1: 1e-6 is 17 units of float32's rounding.
@@ -98,9 +95,6 @@ def test_rotary_positions_are_left_out():
 def test_axes_of_gates_are_named_by_heads():
     assert sharding.parameter_names("block/attention/forget/kernel", 2) == (None, "heads")
     assert sharding.parameter_names("block/attention/gate/kernel", 3) == ("embed", "heads", None)
-
-
-# ----------------------------------------------------------------------------------------------------------------- peer
 
 
 def test_forget_equals_naive_forgetting_attention_of_fla():

@@ -1,6 +1,4 @@
-"""Relatives of softmax attention: beyond the capacity of their caches, in bfloat16, and looked into."""
-
-import functools
+"""Relatives of softmax attention in a GPT, looked into and edited."""
 
 import jax
 import numpy as np
@@ -8,27 +6,8 @@ import pytest
 
 from attnlab import see
 from attnlab.nn import GPT
-from tests.nn import relatives
 from tests.nn.relatives import MODULES, X
 from tests.parameters import parameters
-
-EACH = pytest.mark.parametrize("name", [pytest.param("differential", marks=pytest.mark.slow), "latent"])
-compiled = functools.cache(relatives.compiled)
-# Sums of some ten numbers of size 1, through a norm: some tens of units of 6e-8.
-near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=5e-6)
-
-
-@functools.cache
-def whole(name):
-    params, apply = compiled(name)
-    return np.asarray(apply(params, X))
-
-
-def empty(name, capacity=10):
-    return MODULES[name].init_cache(2, 8, capacity)
-
-
-# --------------------------------------------------------------------------------------------------------------- models
 
 SIZES = {"vocab_size": 11, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12}
 TOKENS = np.arange(20).reshape(2, 10) % 11
@@ -40,7 +19,7 @@ def test_see_verifies_the_pattern_and_contributions_sum_to_the_logits(kind):
     params = parameters(model, TOKENS)
     assert [site.verified for site in see.sites(model, params, TOKENS)] == [True]
     parts = see.contributions(model, params, TOKENS, targets=TOKENS)
-    near(parts.total, parts.logits, atol=1e-5 * np.abs(parts.logits).max())
+    np.testing.assert_allclose(parts.total, parts.logits, rtol=1e-5, atol=1e-5 * np.abs(parts.logits).max())
 
 
 @pytest.mark.parametrize(
@@ -54,7 +33,6 @@ def test_cache_has_the_bytes_of_its_paper(kind, numbers):
 
 def test_edited_step_of_latent_attention_is_not_absorbed():
     """The absorbed order of products has no values of heads, which an edit would change."""
-    (params, _), module = compiled("latent"), MODULES["latent"]
-    edit = {"edit_v": {"tapped": lambda v: 0 * v}}
-    out, _ = jax.jit(lambda p: module.apply(p | edit, X[:, :1], cache=empty("latent")))(params)
-    near(out, 0)
+    module, edit = MODULES["latent"], {"edit_v": {"tapped": lambda v: 0 * v}}
+    run = jax.jit(lambda params: module.apply(params | edit, X[:, :1], cache=module.init_cache(2, 8, 10))[0])
+    np.testing.assert_allclose(run(parameters(module, X)), 0, atol=5e-6)

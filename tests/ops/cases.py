@@ -91,22 +91,13 @@ class Case:
 
     def run(self, arrays, impl):
         """(out, lse)."""
-        dropout = {"dropout_rate": self.dropout_rate, "dropout_key": jax.random.key(self.seed)}
-        return attnlab.attention(
-            arrays["q"],
-            arrays["k"],
-            arrays["v"],
-            jax.tree.map(jnp.asarray, self.mask),
-            tuple(MODS[name](arrays[name]) for name in self.score_mods),
-            arrays.get("bias"),
-            arrays.get("scale"),
-            arrays.get("sinks"),
-            impl=impl,
-            block_sizes=self.block_sizes if impl == "blockwise" else None,
-            return_lse=True,
-            **self.positions,
-            **(dropout if self.dropout_rate else {}),
-        )
+        terms = {name: x for name, x in arrays.items() if name not in self.score_mods} | self.positions
+        if self.dropout_rate:
+            terms |= {"dropout_rate": self.dropout_rate, "dropout_key": jax.random.key(self.seed)}
+        if impl == "blockwise":
+            terms["block_sizes"] = self.block_sizes
+        mask, mods = jax.tree.map(jnp.asarray, self.mask), tuple(MODS[name](arrays[name]) for name in self.score_mods)
+        return attnlab.attention(mask=mask, score_mod=mods, impl=impl, return_lse=True, **terms)
 
 
 def _mask_name(mask) -> str:

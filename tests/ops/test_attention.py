@@ -217,14 +217,6 @@ def test_rows_outside_the_queries_are_rejected(own_errors, rows, message):
         attnlab.attention_weights(Q, K, rows=jnp.array(rows))
 
 
-def test_negative_rows_count_from_the_end():
-    def weights_of(rows):
-        return attnlab.attention_weights(Q, Q, mask=BlockSparse(np.eye(2, dtype=bool), 3), rows=rows)
-
-    weights, picked = jax.tree.map(np.asarray, jax.jit(lambda: (weights_of(None), weights_of(jnp.array([-1, 0]))))())
-    assert np.allclose(picked, weights[..., [-1, 0], :])
-
-
 @pytest.mark.parametrize("dtype, impl", [(jnp.uint8, "blockwise"), (jnp.uint32, "dense")])
 def test_unsigned_positions_and_lengths_do_not_wrap(dtype, impl):
     @jax.jit

@@ -44,18 +44,8 @@ def test_half_precision_errs_at_most_twice_as_much_as_dense(dtype, block_sizes):
     arrays = {name: x.astype(np.float64) for name, x in arrays.items()}  # exact in either type
 
     def run(arrays, impl):
-        return attnlab.attention(
-            arrays["q"],
-            arrays["k"],
-            arrays["v"],
-            Causal(),
-            SoftCap(20.0),
-            arrays["bias"],
-            sinks=arrays["sinks"],
-            impl=impl,
-            block_sizes=block_sizes if impl == "blockwise" else None,
-            return_lse=True,
-        )
+        terms = {"mask": Causal(), "score_mod": SoftCap(20.0), "return_lse": True, **arrays}
+        return attnlab.attention(impl=impl, block_sizes=block_sizes if impl == "blockwise" else None, **terms)
 
     with jax.enable_x64(True):
         exact = cases.results(arrays, run, "dense", jnp.float64)
@@ -178,19 +168,10 @@ TERMS = {"bias": (2, 20, 20), "sinks": (2,), "slopes": (2,), "cap": ()}
 
 def with_everything(impl):
     def run(q, k, v, ids, seed, terms):
-        return attnlab.attention(
-            q,
-            k,
-            v,
-            mask=Causal() & Segments(ids),
-            score_mod=(ALiBi(terms["slopes"]), SoftCap(terms["cap"])),
-            bias=terms["bias"],
-            sinks=terms["sinks"],
-            dropout_rate=0.3,
-            dropout_key=jax.random.key(seed),
-            impl=impl,
-            block_sizes=(8, 6) if impl == "blockwise" else None,
-        )
+        mask, mods = Causal() & Segments(ids), (ALiBi(terms["slopes"]), SoftCap(terms["cap"]))
+        options = {"bias": terms["bias"], "sinks": terms["sinks"], "dropout_rate": 0.3}
+        options |= {"dropout_key": jax.random.key(seed), "block_sizes": (8, 6) if impl == "blockwise" else None}
+        return attnlab.attention(q, k, v, mask, mods, impl=impl, **options)
 
     return run
 

@@ -9,7 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 import attnlab
-from attnlab.masks import Causal, Dense, Padding
+from attnlab.masks import BlockSparse, Causal, Dense, Padding
 from attnlab.score_mods import ALiBi, SoftCap, alibi_slopes
 
 
@@ -86,10 +86,10 @@ def test_dropout_of_batch_matches_single_examples():
 
 def test_weights_of_chosen_rows_match_all_rows():
     q, k, _ = sample(0, 6, 6, 2, 2, 4, 4, (3,))
-    mask = Causal() & Dense(np.random.default_rng(0).random((6, 6)) < 0.7)
+    mask = Causal() & (Dense(np.random.default_rng(0).random((6, 6)) < 0.7) | BlockSparse(np.eye(2, dtype=bool), 3))
     bias = np.random.default_rng(1).normal(size=(3, 1, 6, 6)).astype(np.float32)
     terms = {"mask": mask, "bias": bias, "score_mod": ALiBi(alibi_slopes(2))}
-    chosen = np.array([4, 1]), np.array([5, 4, 3, 2, 1, 0])
+    chosen = np.array([4, 1]), np.array([5, 4, 3, 2, 1, 0]), np.array([-1, 0])  # negative ones count from the end
 
     @jax.jit
     def run(q, k, chosen):

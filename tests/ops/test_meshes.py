@@ -26,17 +26,10 @@ def arguments():
 
 def gradients(impl):
     def total(q, k, v, sinks, ids):
-        out, lse = attnlab.attention(
-            q,
-            k,
-            v,
-            Causal() & Segments(ids),
-            RelativeBias(np.ones((4, 5), np.float32)),
-            sinks=sinks,
-            impl=impl,
-            block_sizes=(8, 6) if impl == "blockwise" else None,
-            return_lse=True,
-        )
+        mask, mod, sizes = Causal() & Segments(ids), RelativeBias(np.ones((4, 5), np.float32)), None
+        if impl == "blockwise":
+            sizes = (8, 6)
+        out, lse = attnlab.attention(q, k, v, mask, mod, sinks=sinks, impl=impl, block_sizes=sizes, return_lse=True)
         return (out**2).sum() + lse.sum(), (out, lse)
 
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3), has_aux=True))

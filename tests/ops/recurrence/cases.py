@@ -9,10 +9,6 @@ import numpy as np
 from attnlab import linear_recurrence
 from attnlab.testing.subject import with_gradients
 
-DECAYS = ("none", "head", "feature")
-ERASURES = ("none", "beta", "pair")
-
-
 SCHEDULES = ("chunked", "parallel")
 
 
