@@ -71,24 +71,6 @@ def test_float64_numpy_input_of_functions_does_not_warn():
     assert [x.dtype for x in out] == [jnp.float32] * 2
 
 
-def test_seq2seq_token_out_of_range_raises(own_errors):
-    model = nn.Seq2Seq(vocab_size=5, width=4, attention=nn.AdditiveAttention())
-    lengths, inputs = np.array([2]), np.array([[0, 1]])
-
-    def init(source, inputs):
-        jax.eval_shape(lambda: model.init(jax.random.key(0), source, lengths, inputs))
-
-    init(np.array([[1, 2, 99]]), inputs)  # beyond the length
-    with pytest.raises(ValueError, match="source contains 5, .*0 to 4"):
-        init(np.array([[1, 5, 0]]), inputs)
-    lengths = np.array([4])
-    with pytest.raises(ValueError, match="lengths contains 4, expected 0 to 3"):
-        init(np.array([[1, 2, 0]]), inputs)
-    lengths = np.array([2])
-    with pytest.raises(ValueError, match="inputs contains -2, .*-1 to 4"):
-        init(np.array([[1, 2, 0]]), inputs - 2)
-
-
 def test_learned_positions_out_of_range_raises():
     with pytest.raises(ValueError, match="positions contains 6, .*0 to 5"):
         jax.eval_shape(lambda: nn.LearnedPositions(context=6, features=4).init(jax.random.key(0), np.array([4, 6])))

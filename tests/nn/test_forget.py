@@ -73,20 +73,6 @@ def test_sums_are_float32_in_a_bfloat16_module():
     assert out.dtype == cache.key.dtype == jnp.bfloat16 and cache.forget.dtype == jnp.float32
 
 
-@pytest.mark.parametrize(
-    "module, options, message",
-    [
-        (MODULE.clone(rotary=None), {"inputs_kv": X}, "forget_gate needs queries and keys of one sequence"),
-        (MODULE, {"cache": EMPTY._replace(forget=EMPTY.forget[..., :2])}, r"shape \(2, 8, 2\), expected \(2, 8, 4\)"),
-        (MODULE, {"cache": EMPTY._replace(forget=EMPTY.forget.astype(jnp.bfloat16))}, "expected float32 or float64"),
-        (MODULE.clone(forget_gate=False), {"cache": EMPTY}, "length, forget, expected key, value, length: make"),
-    ],
-)
-def test_calls_that_do_not_fit_the_forget_gate_are_rejected(own_errors, module, options, message):
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(module.apply, PARAMS, X, **options)
-
-
 def test_rotary_positions_are_left_out():
     config = GPT.of(layers="forget", forget={"kv_heads": 2}).config
     assert config.position_encoding == "none" and config.layers[0].make(config).rotary is None

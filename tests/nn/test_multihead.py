@@ -4,6 +4,7 @@ import functools
 
 import flax.linen
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,6 +19,8 @@ rng = np.random.default_rng(0)
 X = rng.standard_normal((2, 6, 8)).astype(np.float32)
 MEMORY = rng.standard_normal((2, 5, 12)).astype(np.float32)
 EMPTY = KVCache.empty(batch=2, capacity=8, kv_heads=4, head_dim=2)
+GATED = KVCache.empty(batch=2, capacity=8, kv_heads=4, head_dim=2, forget_heads=4)
+HALF = GATED.forget.astype(jnp.bfloat16)
 
 
 def shapes(tree):
@@ -89,6 +92,10 @@ def test_sinks_start_at_zero_and_take_weight():
         ({}, {"cache": KVCache.empty(2, 4, 4, 2)}, "6 tokens .* cache of 4"),
         ({}, {"lengths": np.array([6, 7])}, "lengths contains 7, expected 0 to 6"),
         ({"rotary": 100.0}, {"inputs_kv": MEMORY}, "leave it out for cross-attention"),
+        ({"forget_gate": True}, {"inputs_kv": X}, "forget_gate needs queries and keys of one sequence"),
+        ({"forget_gate": True}, {"cache": GATED._replace(forget=np.zeros((2, 8, 2)))}, r"\(2, 8, 2\), .*\(2, 8, 4\)"),
+        ({"forget_gate": True}, {"cache": GATED._replace(forget=HALF)}, "expected float32 or float64"),
+        ({}, {"cache": GATED}, "length, forget, expected key, value, length: make"),
     ],
 )
 def test_multihead_invalid_argument_raises_one_line(options, call, message, own_errors):

@@ -58,6 +58,18 @@ def test_seq2seq_input_minus_one_uses_own_prediction(layer):
     np.testing.assert_array_equal(again.argmax(-1), written)
 
 
-def test_seq2seq_wrong_number_of_lengths_raises(own_errors):
-    with pytest.raises(ValueError, match=r"source has shape \(6, .*lengths \(3,\)"):
-        jax.eval_shape(made(AdditiveAttention())[2], {}, BATCH.source, BATCH.lengths[:3], BATCH.inputs)
+@pytest.mark.parametrize(
+    "source, lengths, inputs, message",
+    [
+        ([[1, 12, 0]], [2], [[0, 1]], "source contains 12, .*0 to 11"),
+        ([[1, 2, 0]], [4], [[0, 1]], "lengths contains 4, expected 0 to 3"),
+        ([[1, 2, 0]], [2], [[-2, 1]], "inputs contains -2, .*-1 to 11"),
+        ([[1, 2, 0]], [2, 2, 2], [[0, 1]], r"source has shape \(1, .*lengths \(3,\)"),
+    ],
+)
+def test_seq2seq_invalid_argument_raises_one_line(own_errors, source, lengths, inputs, message):
+    model, params, _ = made(AdditiveAttention())
+    arguments = [np.array(x) for x in (source, lengths, inputs)]
+    jax.eval_shape(lambda params: model.apply(params, np.array([[1, 2, 99]]), np.array([2]), arguments[2] * 0), params)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda params: model.apply(params, *arguments), params)  # ids with values

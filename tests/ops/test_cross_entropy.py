@@ -219,32 +219,18 @@ def test_vmap_matches_batch_axes():
     close(jax.jit(functools.partial(with_gradients, mapped))(*arguments), ours(4)(*arguments))
 
 
-@pytest.mark.parametrize("chunk, is_checked", [(4, True), slow(None, False)])
-def test_shard_map_sums_gradient_of_shared_embedding(chunk, is_checked):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    sharded = jax.shard_map(
-        functools.partial(cross_entropy, chunk=chunk),
-        mesh=mesh,
-        in_specs=(P("data"), P(), P("data")),
-        out_specs=P("data"),
-        check_vma=is_checked,
-    )
-    arguments = inputs()
-    close(jax.jit(functools.partial(with_gradients, sharded))(*arguments), ours(chunk)(*arguments))
-
-
-@pytest.mark.parametrize("chunk", [slow(None), 4])
-def test_gradient_within_shard_map_is_that_of_all_devices(chunk):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-
-    def gradients(features, embedding, targets, g):
-        return with_gradients(functools.partial(cross_entropy, chunk=chunk), features, embedding, targets, g)
-
-    specs = P("data"), P(), P("data"), P("data")
-    outs = P("data"), P("data"), P()
-    arguments = inputs()
-    run = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=outs))
-    close(run(*arguments), ours(chunk)(*arguments))
+@pytest.mark.parametrize("within, chunk", [(True, 4), (False, 4), slow(True, None), slow(False, None)])
+def test_gradient_within_and_of_shard_map_sums_that_of_the_shared_embedding(within, chunk):
+    losses, rows = functools.partial(cross_entropy, chunk=chunk), P("data")
+    shard_map = functools.partial(jax.shard_map, mesh=jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,)))
+    if within:
+        run = functools.partial(with_gradients, losses)
+        run = shard_map(run, in_specs=(rows, P(), rows, rows), out_specs=(rows, rows, P()))
+    else:
+        is_checked = chunk is not None
+        sharded = shard_map(losses, in_specs=(rows, P(), rows), out_specs=rows, check_vma=is_checked)
+        run = functools.partial(with_gradients, sharded)
+    close(jax.jit(run)(*inputs()), ours(chunk)(*inputs()))
 
 
 @pytest.mark.parametrize("chunk, kind", [(4, AxisType.Explicit), slow(None, AxisType.Auto)], ids=str)

@@ -90,20 +90,17 @@ def test_interpreted_splash_equals_dense(call, interpreted):
         ({"q_positions": np.arange(256, dtype=np.int32)}, "no positions"),
         ({"return_lse": True}, "lse has no gradient"),
         ({"block_sizes": (64, 64)}, r"tiles of \(64, 64\)"),
+        (dict.fromkeys("qkv", np.zeros((200, 4, 128), np.float32)), r"lengths \(200, 200\) are not multiples"),
+        (dict.fromkeys("qkv", np.zeros((256, 4, 128), np.float16)), "no float16"),
     ],
 )
 def test_unsupported_arguments_reject_splash(more, reason, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    explained = attnlab.explain(*arguments(), **more)
+    call = dict(zip("qkv", arguments())) | more
+    explained = attnlab.explain(**call)
     assert explained.backend != "splash" and "splash" in explained.rejected
     with pytest.raises(ValueError, match=f"impl = 'splash' .*{reason}"):
-        attnlab.attention(*arguments(), impl="splash", **more)
-
-
-def test_unsupported_lengths_and_types_reject_splash(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    for q in (np.zeros((200, 4, 128), np.float32), np.zeros((256, 4, 128), np.float16)):
-        assert "splash" in attnlab.explain(q, q, q).rejected
+        attnlab.attention(impl="splash", **call)
 
 
 @pytest.mark.parametrize("call", CALLS)

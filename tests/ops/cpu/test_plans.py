@@ -31,22 +31,12 @@ def call_in_parts(arrays, impl, block_sizes=(512, 256)):
     segments = Segments(np.sort(rng.integers(0, 3, (batch, length)), axis=-1))
     examples = np.arange(batch)
     positions = np.arange(length) + 7 * examples[:, None]
-    return attnlab.attention(
-        arrays["q"],
-        arrays["k"],
-        arrays["v"],
-        (Causal() & segments & by_head) | Padding(2 + 3 * examples),
-        (SoftCap(5.0), ScoreFn(lambda s, b, h, i, j: s - 0.01 * (h + 2 * b) * (i - j))),
-        scale=arrays["scale"],
-        sinks=arrays["sinks"],
-        dropout_rate=0.2,
-        dropout_key=jax.random.key(3),
-        q_positions=positions,
-        kv_positions=positions,
-        impl=impl,
-        block_sizes=block_sizes if impl == "blockwise" else None,
-        return_lse=True,
-    )
+    mods = (SoftCap(5.0), ScoreFn(lambda s, b, h, i, j: s - 0.01 * (h + 2 * b) * (i - j)))
+    terms = {"mask": (Causal() & segments & by_head) | Padding(2 + 3 * examples), "score_mod": mods}
+    terms |= {"dropout_rate": 0.2, "dropout_key": jax.random.key(3)}
+    terms |= {"q_positions": positions, "kv_positions": positions, "return_lse": True}
+    sizes = block_sizes if impl == "blockwise" else None
+    return attnlab.attention(**arrays, **terms, impl=impl, block_sizes=sizes)
 
 
 def arrays_of(shapes):

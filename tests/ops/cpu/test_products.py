@@ -85,12 +85,7 @@ def test_bfloat16_accumulates_in_float32(shape):
         return y, *pull(g)
 
     wide = [np.asarray(a, np.float64) for a in (x, kernel, g)]
-    expected = wide[0] @ wide[1], wide[2] @ wide[1].T, wide[0].T @ wide[2]
-    sizes = (
-        np.abs(wide[0]) @ np.abs(wide[1]),
-        np.abs(wide[2]) @ np.abs(wide[1]).T,
-        np.abs(wide[0]).T @ np.abs(wide[2]),
-    )
+    expected, sizes = ((x @ kernel, g @ kernel.T, x.T @ g) for x, kernel, g in (wide, map(np.abs, wide)))
     for result, exact, size in zip(run(x, kernel, g), expected, sizes):
         assert result.dtype == jnp.bfloat16
         # Rounded once to 8 bits; the float32 sums before it err by 2^-24 a term, of at most 128.
