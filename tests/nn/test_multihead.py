@@ -94,7 +94,11 @@ def test_sinks_start_at_zero_and_take_weight():
         ({"rotary": 100.0}, {"inputs_kv": MEMORY}, "leave it out for cross-attention"),
         ({"forget_gate": True}, {"inputs_kv": X}, "forget_gate needs queries and keys of one sequence"),
         ({"forget_gate": True}, {"cache": GATED._replace(forget=np.zeros((2, 8, 2)))}, r"\(2, 8, 2\), .*\(2, 8, 4\)"),
-        ({"forget_gate": True}, {"cache": GATED._replace(forget=HALF)}, "expected float32 or float64"),
+        (
+            {"forget_gate": True, "mask": Causal()},
+            {"cache": GATED._replace(forget=HALF)},
+            "expected float32 or float64",
+        ),
         ({}, {"cache": GATED}, "length, forget, expected key, value, length: make"),
     ],
 )
