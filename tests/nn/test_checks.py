@@ -1,6 +1,5 @@
 """Masks as bool arrays, token ids, unknown arguments and NumPy inputs, for all modules."""
 
-import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,14 +36,6 @@ def test_bool_array_mask_equals_mask_in_field_and_call(module):
     assert field == module.clone(mask=CAUSAL.copy()) != module.clone(mask=~CAUSAL)
 
 
-def test_nn_jit_accepts_bool_array_field():
-    x = X.astype(np.float32)
-    module = flax.linen.jit(nn.MultiHeadAttention)(num_heads=2, mask=CAUSAL)
-    params = parameters(module, x)
-    expected = jax.jit(nn.MultiHeadAttention(2, mask=Causal()).apply)(params, x)
-    np.testing.assert_allclose(module.apply(params, x), expected, atol=1e-6)
-
-
 @EACH
 def test_unknown_argument_names_the_one_to_use(module):
     with pytest.raises(TypeError, match=r"__call__ .*'is_causal': use mask=masks.Causal\(\)"):
@@ -69,8 +60,3 @@ def test_float64_numpy_input_does_not_warn(module):  # warnings are errors in th
 def test_float64_numpy_input_of_functions_does_not_warn():
     out = jax.eval_shape(lambda: (nn.rotary(X[:, :, None], np.arange(5)), nn.cosine_similarity(X, X[0])))
     assert [x.dtype for x in out] == [jnp.float32] * 2
-
-
-def test_learned_positions_out_of_range_raises():
-    with pytest.raises(ValueError, match="positions contains 6, .*0 to 5"):
-        jax.eval_shape(lambda: nn.LearnedPositions(context=6, features=4).init(jax.random.key(0), np.array([4, 6])))

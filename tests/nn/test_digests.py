@@ -66,11 +66,7 @@ EDITS = {
     "behind a field": ("act = nn.relu", "act = nn.tanh", using("act: object = act", "self.act(x)")),
     "behind an attribute": ("act = nn.relu", "act = nn.tanh", using("act = staticmethod(act)", "self.act(x)")),
     "factory": ("k = lambda: 0", "k = lambda: 1", using("k: int = dataclasses.field(default_factory=k)", "self.k")),
-    "partial method": (
-        "K = 0",
-        "K = 1",
-        using("f = functools.partialmethod(max, K)", "self.f(x)"),
-    ),
+    "partial method": ("K = 0", "K = 1", using("f = functools.partialmethod(max, K)", "self.f(x)")),
     "private list": ("T = [0]", "T = [1]", using("_t = T", "self._t[0] * x")),
     "private of an object": ("class H: pass\nh = H()\nh._k = 0", "h._k = 1", using("", "h._k * x")),
     "slot": (f"{SLOTS}0", f"{SLOTS}1", using("", "h.k * x")),

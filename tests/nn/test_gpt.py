@@ -88,8 +88,7 @@ PACKED = np.random.default_rng(1).integers(0, 11, (1, 25))
 
 
 @pytest.mark.parametrize(
-    "positions, stacked",
-    [("learned", False), ("alibi", True), pytest.param("rotary", True, marks=pytest.mark.slow)],
+    "positions, stacked", [("learned", False), ("alibi", True), pytest.param("rotary", True, marks=pytest.mark.slow)]
 )
 def test_gpt_loss_of_packed_document_equals_that_of_the_document_alone(positions, stacked, float64):
     model = gpt(positions=positions, context=24, dtype=jnp.float64, remat="block", attention={"impl": "blockwise"})
@@ -276,10 +275,7 @@ def test_gpt_places_alone_have_the_logits_and_losses_of_the_full_pass():
 
 @pytest.mark.parametrize(
     "options, chunk",
-    [
-        pytest.param({}, 8, marks=pytest.mark.slow),
-        ({"tie_embeddings": False, "logit_cap": 2.0}, 3),
-    ],
+    [pytest.param({}, 8, marks=pytest.mark.slow), ({"tie_embeddings": False, "logit_cap": 2.0}, 3)],
     ids=["tied", "untied, capped and in chunks"],
 )
 def test_gpt_of_a_padded_vocabulary_is_the_model_without_padding(options, chunk, monkeypatch):

@@ -23,9 +23,5 @@ class Model(nn.Module):
 
 def test_matrices_of_a_users_model_are_neither_embeddings_depthwise_kernels_nor_the_logits_layer():
     found = matrices_of(Model(), np.zeros((1, 5), np.int32))
-    assert found == {
-        "convolution/kernel": Matrix((-3, -2)),
-        "heads/kernel": Matrix((-3,), (-2, -1)),
-        "own": Matrix(),
-    }
+    assert found == {"convolution/kernel": Matrix((-3, -2)), "heads/kernel": Matrix((-3,), (-2, -1)), "own": Matrix()}
     assert matrices_of(nn.LayerNorm(), jnp.ones((1, 4))) == {}

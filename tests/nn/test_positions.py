@@ -45,17 +45,17 @@ def test_rotary_takes_positions_per_sequence():
 
 
 @pytest.mark.parametrize(
-    "encode", [lambda: sinusoidal(np.arange(3), 5), lambda: rotary(np.ones((3, 1, 5), np.float32), np.arange(3))]
+    "encode, message",
+    [
+        (lambda: sinusoidal(np.arange(3), 5), "rotate.* 5"),
+        (lambda: rotary(np.ones((3, 1, 5), np.float32), np.arange(3)), "rotate.* 5"),
+        *[(lambda n=n: rotary(X, np.ones(n, int)), r"positions have .*\(2, 5\)") for n in ((4,), (5, 1), (1, 2, 5))],
+        (lambda: LearnedPositions(6, 4).init(jax.random.key(0), np.array([4, 6])), "positions contains 6, .*0 to 5"),
+    ],
 )
-def test_odd_width_raises_one_line(encode):
-    with pytest.raises(ValueError, match="rotate.* 5"):
+def test_widths_and_positions_that_do_not_fit_raise_one_line(encode, message, own_errors):
+    with pytest.raises(ValueError, match=message):
         encode()
-
-
-@pytest.mark.parametrize("shape", [(4,), (5, 1), (1, 2, 5)])
-def test_rotary_wrong_number_of_positions_raises(shape, own_errors):
-    with pytest.raises(ValueError, match=r"positions have shape .*\(2, 5\)"):
-        rotary(X, np.ones(shape, int))
 
 
 def test_learned_positions_look_up_table():

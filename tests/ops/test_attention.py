@@ -149,14 +149,10 @@ def test_several_backends_of_which_none_can_are_refused_with_each_reason(own_err
         attnlab.attention(Q, K, K, impl=())
 
 
-def parts_of(q, k, v, cuts, **terms):
-    pairs = zip((0, *cuts), (*cuts, k.shape[-3]))
-    return [attnlab.attention(q, k[a:b], v[a:b], return_lse=True, **terms) for a, b in pairs]
-
-
 def test_merged_parts_equal_one_call_in_values_and_gradients(float64):
     def total(q, k, v, cuts):
-        parts = parts_of(q, k, v, cuts)
+        pairs = zip((0, *cuts), (*cuts, k.shape[-3]))
+        parts = [attnlab.attention(q, k[a:b], v[a:b], return_lse=True) for a, b in pairs]
         results = attnlab.merge(parts) if cuts else parts[0]
         return sum((y**2).sum() for y in results), results
 

@@ -195,8 +195,7 @@ def plain(f):
 
 
 @pytest.mark.parametrize(
-    "outer, wrap",
-    [("grad of vmap", jax.checkpoint), slow("grad of vmap", plain), slow("vmap of grad", plain)],
+    "outer, wrap", [("grad of vmap", jax.checkpoint), slow("grad of vmap", plain), slow("vmap of grad", plain)]
 )
 def test_vmap_and_grad_nest_in_any_order(float64, wrap, outer):
     arguments = everything(2, 3)

@@ -61,12 +61,6 @@ def reference(features, embedding, targets, g, vocab_size=VOCAB, cap=None):
     return -log_p[is_target].reshape(targets.shape), d_logits @ real, d_embedding
 
 
-def assert_within(result, expected, bound):
-    result = np.asarray(result, np.float64)
-    assert np.isfinite(result).all()
-    assert (np.abs(result - expected) <= bound).all(), np.max(np.abs(result - expected) / bound)
-
-
 def bounds(features, embedding, targets, g, rounding):
     """Bounds on the errors of float32 sums of products, with gradients of logits rounded by `rounding`."""
     x, e, g = (np.abs(np.asarray(a, np.float64)) for a in (features, embedding, g))
@@ -101,7 +95,8 @@ def test_narrow_types_err_by_their_roundings_alone(dtype, chunk):
     # 8 significant bits errs by at most 2^-8 of the result, with 11 by 2^-11, with 24 by 2^-24.
     rounding = float(jnp.finfo(dtype).eps) / 2
     for result, expected, bound in zip(results, reference(*arguments), bounds(*arguments, rounding), strict=True):
-        assert_within(result, expected, bound)
+        error = np.abs(np.asarray(result, np.float64) - expected)
+        assert (error <= bound).all(), np.max(error / bound)
 
 
 @pytest.mark.parametrize("chunk", [None, 4])

@@ -57,10 +57,7 @@ def test_unsupported_arguments_reject_cudnn(more, reason):
 
 
 LENGTHS = np.array([7, 0])
-NEW = {
-    "padding": {"mask": Padding(LENGTHS)},
-    "causal padding": {"mask": Padding(5) & (Causal() & Padding(LENGTHS))},
-}
+NEW = {"padding": {"mask": Padding(LENGTHS)}, "causal padding": {"mask": Padding(5) & (Causal() & Padding(LENGTHS))}}
 
 
 @pytest.mark.parametrize("terms", NEW.values(), ids=NEW)

@@ -43,18 +43,13 @@ def test_forms_equal_the_formula(float64, form, causal):
                 np.testing.assert_allclose(out[b, i, h], w @ v[b, list(js), h // 2] / w.sum(), rtol=1e-12)
 
 
-@jax.jit
-def state_after(q, k, v):
-    return linear_attention(q, k, v, return_state=True)[1]
-
-
 @pytest.mark.parametrize(
     "length, chunk_size, causal, normalize, carried",
     [(21, 8, True, True, True), slow(70, 80, True, False, False), slow(33, 4, False, True, True)],
 )
 def test_forms_agree_in_values_and_gradients(length, chunk_size, causal, normalize, carried):
     q, k, v = inputs(length)
-    state = state_after(*inputs(5, seed=1)) if carried else None
+    state = linear_attention(*inputs(5, seed=1), return_state=True)[1] if carried else None
 
     def run(impl, q, k, v, state):
         options = {"causal": causal, "normalize": normalize, "return_state": True, "chunk_size": chunk_size}

@@ -26,9 +26,8 @@ def arguments():
 
 def gradients(impl):
     def total(q, k, v, sinks, ids):
-        mask, mod, sizes = Causal() & Segments(ids), RelativeBias(np.ones((4, 5), np.float32)), None
-        if impl == "blockwise":
-            sizes = (8, 6)
+        mask, mod = Causal() & Segments(ids), RelativeBias(np.ones((4, 5), np.float32))
+        sizes = (8, 6) if impl == "blockwise" else None
         out, lse = attnlab.attention(q, k, v, mask, mod, sinks=sinks, impl=impl, block_sizes=sizes, return_lse=True)
         return (out**2).sum() + lse.sum(), (out, lse)
 

@@ -79,8 +79,9 @@ def test_modules_with_arrays_in_a_field_compare_by_value():
 
 def test_nn_jit_honours_arrays_in_a_field():
     params = parameters(MultiHeadAttention(num_heads=2), X)
-    for table in (np.zeros((2, 3), np.float32), np.arange(6, dtype=np.float32).reshape(2, 3)):
-        fields = {"num_heads": 2, "score_mod": RelativeBias(jnp.asarray(table))}
+    tables = np.zeros((2, 3), np.float32), np.arange(6, dtype=np.float32).reshape(2, 3)
+    for field in ({"mask": np.tri(4, dtype=bool)}, *({"score_mod": RelativeBias(jnp.asarray(x))} for x in tables)):
+        fields = {"num_heads": 2} | field
         plain = jax.jit(MultiHeadAttention(**fields).apply)(params, X)
         np.testing.assert_allclose(nn.jit(MultiHeadAttention)(**fields).apply(params, X), plain, atol=1e-6)
 

@@ -115,16 +115,12 @@ def test_block_mask_of_schedule_is_exact(length, block_sizes):
         assert block_mask[i, j] == (EMPTY if not tile.any() else FULL if tile.all() and not is_ragged else PARTIAL)
 
 
-def test_narrow_window_gets_smaller_tiles_than_causal():
+def test_narrow_windows_and_large_batches_get_smaller_tiles():
     narrow, _ = schedule(SlidingWindow(left=100), 8192, 8192, num_heads=8)
     wide, _ = schedule(Causal(), 8192, 8192, num_heads=8)
-    assert max(narrow) < max(wide)
-
-
-def test_large_batches_get_smaller_tiles():
     few, _ = schedule(Causal(), 1024, 1024, num_heads=4)
     many, _ = schedule(Causal(), 1024, 1024, num_heads=16, batch=(8,))
-    assert max(many) < max(few)
+    assert max(narrow) < max(wide) and max(many) < max(few)
 
 
 def test_traced_mask_has_a_traced_block_mask():

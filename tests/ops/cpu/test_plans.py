@@ -52,12 +52,9 @@ CALLS = {
 }
 
 
-def members(quick):
-    return [pytest.param(*x, marks=() if name == quick else pytest.mark.slow, id=name) for name, x in CALLS.items()]
-
-
-@pytest.mark.parametrize("shapes, block_sizes, parts", members(quick="head by head"))
-def test_calls_in_parts_match_dense(float64, shapes, block_sizes, parts):
+@pytest.mark.parametrize("name", [name if name == "head by head" else cases.slow(name) for name in CALLS])
+def test_calls_in_parts_match_dense(float64, name):
+    shapes, block_sizes, parts = CALLS[name]
     call = functools.partial(call_in_parts, block_sizes=block_sizes)
     assert f"length={parts}" in str(jax.make_jaxpr(lambda arrays: call(arrays, "blockwise"))(arrays_of(shapes)))
     given, expected = (cases.results(arrays_of(shapes), call, impl, jnp.float64) for impl in ("blockwise", "dense"))

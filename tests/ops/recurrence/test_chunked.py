@@ -53,8 +53,6 @@ def test_bfloat16_has_a_float32_state_and_gradients_of_its_own_type(impl):
     assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
 
 
-# ------------------------------------------------------------------------------------------------------------- extremes
-
 EXTREMES = ("fast decay", "fast, then slow decay", "resets", "no decay", "equal keys, β‖k‖² = 2", "zero keys")
 
 
@@ -102,15 +100,9 @@ def test_single_gates_of_decays_down_to_exp_minus_20_have_the_gradients_of_the_s
     assert np.median(error[exact != 0] / np.abs(exact[exact != 0])) < 1e-6
 
 
-# ------------------------------------------------------------------------------------------------------- maps of states
-
-
 @pytest.mark.parametrize(
     ("run", "decay", "erasure"),
-    [
-        (chunked.run, "head", "beta"),
-        (functools.partial(parallel.run, operand=np.float64), "feature", "pair"),
-    ],
+    [(chunked.run, "head", "beta"), (functools.partial(parallel.run, operand=np.float64), "feature", "pair")],
     ids=["chunked", "parallel"],
 )
 def test_maps_of_two_parts_compose_to_the_map_of_both(float64, run, decay, erasure):
