@@ -38,14 +38,6 @@ def test_head_sows_weights_when_intermediates_mutable():
     np.testing.assert_allclose(out, weights @ (X @ np.asarray(PARAMS["params"]["value"]["kernel"])), atol=1e-6)
 
 
-def test_head_dropout_uses_dropout_rng():
-    head = Head(head_dim=3, dropout_rate=0.5)
-    run = jax.jit(head.apply, static_argnames="deterministic")
-    a, b = (run(PARAMS, X, deterministic=False, rngs={"dropout": jax.random.key(k)}) for k in (0, 1))
-    assert not np.allclose(a, b)
-    np.testing.assert_array_equal(run(PARAMS, X), apply(PARAMS, X))
-
-
 def test_stacked_heads_equal_concatenated_heads():
     params = parameters(STACKED, X)
     assert params["params"]["heads"]["query"]["kernel"].shape == (3, 8, 4)
@@ -103,9 +95,10 @@ def test_multihead_slice_i_equals_head_i(use_bias):
 
 
 @pytest.mark.parametrize("layer", [Head(4, dropout_rate=0.5), StackedHeads(2, 4, dropout_rate=0.5)], ids=repr)
-def test_heads_drop_nothing_unless_told_to(layer):
-    x = np.zeros((1, 3, 8), np.float32)
-    params = jax.eval_shape(layer.init, jax.random.key(0), x)
-    jax.eval_shape(layer.apply, params, x)  # dropping needs a key
+def test_heads_drop_by_their_rng_and_only_if_told_to(layer):
+    params, run = parameters(layer, X), jax.jit(layer.apply, static_argnames="deterministic")
+    a, b = (run(params, X, deterministic=False, rngs={"dropout": jax.random.key(k)}) for k in (0, 1))
+    assert not np.allclose(a, b)
+    np.testing.assert_array_equal(run(params, X), jax.jit(layer.clone(dropout_rate=0.0).apply)(params, X))
     with pytest.raises(flax.errors.InvalidRngError):
-        jax.eval_shape(lambda params: layer.apply(params, x, deterministic=False), params)
+        jax.eval_shape(lambda params: layer.apply(params, X, deterministic=False), params)

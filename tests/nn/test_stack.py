@@ -99,13 +99,6 @@ def test_traced_targets_out_of_range_have_a_loss_of_nan():
 HYBRID = {"num_layers": 5, "positions": "none", "layers": "attention conv", "mlp_ratio": 1.0}
 
 
-@pytest.fixture(scope="module")
-def hybrid():
-    """A model whose layers are of two kinds, and its parameters."""
-    model = GPT.of(**SIZES | HYBRID)
-    return model, parameters(model, TOKENS)["params"]
-
-
 @pytest.mark.parametrize(
     "options, remat",
     [
@@ -153,20 +146,15 @@ def test_stacked_layers_have_their_numbers_and_the_first_values(layers, number, 
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_layers_of_unlike_kinds_are_a_stack_for_each_place(hybrid):
-    model, params = hybrid
+def test_layers_of_unlike_kinds_are_a_stack_for_each_place():
+    model = GPT.of(**SIZES | HYBRID)
+    params = parameters(model, TOKENS)["params"]
     stacked = stack_layers(params)
     assert {"blocks_0", "blocks_1", "block_4"} <= set(stacked) and "block_3" not in stacked
     assert stacked["blocks_1"]["attention"]["conv"]["kernel"].shape == (2, 4, 16, 16)
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), params)
     _, sown = jax.eval_shape(lambda p: model.apply({"params": p}, TOKENS, mutable=["intermediates"]), stacked)
     assert sorted(sown["intermediates"]) == ["block_0", "block_2", "block_4"]
-
-
-def test_cache_of_one_layer_instead_of_all_raises_one_line(hybrid):
-    model, params = hybrid
-    with pytest.raises(ValueError, match="caches is one MixerState, expected a sequence of num_layers = 5"):
-        model.apply({"params": params}, TOKENS, caches=model.init_caches(2)[1])
 
 
 def test_stacked_layers_read_other_collections():

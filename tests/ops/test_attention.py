@@ -196,12 +196,6 @@ def test_backend_is_dense_for_short_and_blockwise_for_long(length, expected):
     assert chosen == [expected]
 
 
-def test_explain_names_the_argument_that_rejects_a_backend():
-    x = zeros((5, 1, 8))
-    explained = attnlab.explain(x, x, x, Causal(), block_sizes=(2, 2))
-    assert explained.backend == "blockwise" and "no tiles" in explained.rejected["dense"]
-
-
 def test_traced_dropout_rate_is_rejected(own_errors):
     with pytest.raises(ValueError, match="dropout_rate is traced"):
         jax.jit(lambda rate: attnlab.attention(Q, Q, Q, dropout_rate=rate, dropout_key=jax.random.key(0)))(0.5)
@@ -301,7 +295,7 @@ def test_first_backend_that_surely_can_runs_also_under_jit():
     assert run.lower(q, impl=("cudnn", "splash", "dense")).as_text() == run.lower(q, impl="dense").as_text()
 
 
-def test_explain_takes_arguments_by_position_as_attention_does():
+def test_explain_takes_arguments_by_position_and_names_the_one_that_rejects_a_backend():
     q = jnp.ones((2, 4, 2, 8))
-    arguments = (Causal(), None, None, 0.5, None, 0.0, None, None, None, "blockwise", (2, 2))
-    assert attnlab.explain(q, q, q, *arguments).backend == "blockwise"
+    explained = attnlab.explain(q, q, q, Causal(), None, None, 0.5, None, 0.0, None, None, None, "auto", (2, 2))
+    assert explained.backend == "blockwise" and "no tiles" in explained.rejected["dense"]

@@ -89,7 +89,7 @@ def test_weights_of_chosen_rows_match_all_rows():
     mask = Causal() & (Dense(np.random.default_rng(0).random((6, 6)) < 0.7) | BlockSparse(np.eye(2, dtype=bool), 3))
     bias = np.random.default_rng(1).normal(size=(3, 1, 6, 6)).astype(np.float32)
     terms = {"mask": mask, "bias": bias, "score_mod": ALiBi(alibi_slopes(2))}
-    chosen = np.array([4, 1]), np.array([5, 4, 3, 2, 1, 0]), np.array([-1, 0])  # negative ones count from the end
+    chosen = np.array([4, 1]), np.array([5, 4, 3, 2, 1, 0]), np.array([-1, 0])  # negative rows count from the end
 
     @jax.jit
     def run(q, k, chosen):

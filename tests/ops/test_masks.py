@@ -52,8 +52,9 @@ def test_positions_may_differ_per_example():
 
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(2), ~Causal(), Padding(2) & Causal(), Padding(2) | Causal()])
 def test_different_lengths_without_positions_are_rejected(mask):
-    with pytest.raises(ValueError, match=r"Tq = 2 and Tk = 5"):
-        mask.dense(2, 5)
+    for compute in (lambda: mask.dense(2, 5), lambda: mask.tiles(2, 5, (1, 1))):
+        with pytest.raises(ValueError, match=r"Tq = 2 and Tk = 5"):
+            compute()
 
 
 @pytest.mark.parametrize("left, right", [(-1, 0), (1.5, 0), (2, -1)])
@@ -68,15 +69,16 @@ def test_combining_with_an_array_is_rejected():
 
 
 @pytest.mark.parametrize(
-    "expression",
+    "expression, remedy",
     [
-        lambda: Causal() and Padding(3),
-        lambda: Padding(3) or Causal(),
-        lambda: not Causal(),
-        lambda: 1 if ~Causal() & Padding(3) else 0,
+        (lambda: Causal() and Padding(3), r"&, \| and ~"),
+        (lambda: Padding(3) or Causal(), r"&, \| and ~"),
+        (lambda: not Causal(), r"&, \| and ~"),
+        (lambda: 1 if ~Causal() & Padding(3) else 0, r"&, \| and ~"),
+        (lambda: SoftCap(2.0) and SoftCap(3.0), "tuple"),
+        (lambda: not ALiBi(jnp.ones(2)), "tuple"),
     ],
-    ids=["and", "or", "not", "if"],
 )
-def test_truth_value_of_a_mask_is_rejected(expression):
-    with pytest.raises(TypeError, match=r"^\w+ has no truth value: .*&, \| and ~.*$"):
+def test_truth_value_of_a_mask_or_score_mod_is_rejected(expression, remedy):
+    with pytest.raises(TypeError, match=rf"^\w+ has no truth value: .*{remedy}.*$"):
         expression()

@@ -72,11 +72,6 @@ def test_bounds_of_single_masks_are_exact(mask):
         assert any_visible[0, 0, i, j] == tile.any() and all_visible[0, 0, i, j] == tile.all()
 
 
-def test_tiles_without_needed_positions_raise():
-    with pytest.raises(ValueError, match="Tq = 2 and Tk = 5"):
-        Causal().tiles(2, 5, (1, 1))
-
-
 @settings(max_examples=8)  # each compiles a program
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 5, 12]), st.sampled_from([1, 7, 12]), st.booleans())
 def test_tile_of_random_mask_matches_dense_slice(seed, q_size, kv_size, transposed):

@@ -53,9 +53,6 @@ def test_heads_that_are_fewer_serve_neighbours(float64, heads):
     close(run(**arrays), run(**{name: repeated(name, x) for name, x in arrays.items()}))
 
 
-# ----------------------------------------------------------------------------------------------------- padding, packing
-
-
 @pytest.mark.parametrize(
     "impl, decay, erasure",
     [
@@ -136,9 +133,6 @@ def test_no_tokens_leave_the_state():
     np.testing.assert_array_equal(linear_recurrence(**arrays, return_state=True)[1], np.float32(arrays["state"]))
 
 
-# ---------------------------------------------------------------------------------------------------------- exact tasks
-
-
 def test_two_householder_steps_a_token_count_modulo_three_exactly():
     """Two reflections of the plane rotate by 120°: the largest of three reads tells the sum, for 3,000 tokens."""
     count = 3000
@@ -153,9 +147,6 @@ def test_two_householder_steps_a_token_count_modulo_three_exactly():
     out = jax.jit(linear_recurrence)(q, k, np.zeros((2 * count, 1, 1), np.float32), beta=beta, state=start, scale=1.0)
     assert (out[1::2, :, 0].argmax(axis=-1) == np.cumsum(digits) % 3).all()
     np.testing.assert_allclose(out[1::2].max(axis=1), 1, atol=1e-3)  # 6,000 reflections, rounded each
-
-
-# ------------------------------------------------------------------------------------------------------ transformations
 
 
 @pytest.mark.parametrize("impl", cases.SCHEDULES)
@@ -221,9 +212,6 @@ def test_gradients_store_one_state_a_chunk():
     # 128 states, 64 of chunks twice as long; besides, arrays like q, by chunk, and their gradients.
     assert at_once < 128 * state + 16 * arrays
     assert at_once - coarse > 0.5 * (128 - 64) * state
-
-
-# -------------------------------------------------------------------------------------------------- explanation, errors
 
 
 def test_explanation_names_the_form_the_size_of_chunks_and_the_case():
