@@ -99,6 +99,20 @@ def float64():
 
 
 @pytest.fixture
+def mistake(capsys):
+    """Calls a command's `main`, which must end with exit code 2 and one line on stderr; returns that line."""
+
+    def run(main, *arguments):
+        capsys.readouterr()
+        assert main(["attnlab", *map(str, arguments)]) == 2
+        out, err = capsys.readouterr()
+        assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in out + err
+        return err
+
+    return run
+
+
+@pytest.fixture
 def own_errors():
     """Turns jaxtyping's checks off, so that bad arguments reach attnlab's own error messages."""
     jaxtyping.config.update("jaxtyping_disable", True)
