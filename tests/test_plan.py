@@ -164,22 +164,18 @@ def test_layers_without_attention_have_their_kind_in_place_of_a_backend():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--topology=v5"], "--topology=v5 .*did you mean v5e"),
         ([], "--topology is missing"),
         (["--topology=here", "--json=none/x.json"], "--json=none/x.json: there is no folder none"),
         (["--topology=here", "--json=text"], "--json=text exists: give a new file"),
         (["--topology=here", "--vocab_size=0"], "--vocab_size=0"),
         (["--topology=here", "--config.batch_size=7"], "config.batch_size = 7 .*devices"),
-        (["--topology=here", "--config.precision=tf32"], "config.precision = 'tf32' needs .* this is a cpu: use"),
     ],
     ids=str,
 )
-def test_wrong_option_is_one_line_and_overwrites_nothing(capsys, monkeypatch, tmp_path, options, message):
+def test_wrong_option_is_one_line_and_overwrites_nothing(mistake, monkeypatch, tmp_path, options, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("mine")
-    assert plan.main(["plan", "--config=quickstart", *options]) == 2
-    error = capsys.readouterr().err
-    assert re.match(f"error: {message}", error) and error.count("\n") == 1
+    assert re.match(f"error: {message}", mistake(plan.main, "--config=quickstart", *options))
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"text": "mine"}
 
 

@@ -114,10 +114,7 @@ def test_names_at_the_ends_of_lines_stand_apart_and_bands_have_absolute_ends():
 def test_panels_give_a_name_one_color():
     panel = {"x": "x", "y": "y"}
     figure = plots.panels(
-        {
-            "one": panel | {"series": {"a": ([1], [1]), "b": ([1], [1])}},
-            "two": panel | {"series": {"b": ([1], [1])}},
-        },
+        {"one": panel | {"series": {"a": ([1], [1]), "b": ([1], [1])}}, "two": panel | {"series": {"b": ([1], [1])}}},
         "Two",
     )
     first, second = figure.axes

@@ -125,7 +125,6 @@ def test_score_prints_nats_and_bits(command, tmp_path, workdir):
         (["--max_tokens=2147483648"], "--max_tokens=2147483648: expected 1 or more, below 2^31"),
         (["--num_samples=x"], "--num_samples=x"),
         (["--step=99"], "no checkpoint '99'"),
-        (["--prompt=x", "--prompt=y"], "--prompt is given 2 times"),
         (["--workdir=/no/such/run"], "holds no run"),
         (["--workdir="], "--workdir= is empty"),
         (["--batch_size=0"], "--batch_size=0"),

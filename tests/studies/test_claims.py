@@ -1,5 +1,7 @@
 """The claim of each study: it holds on made-up rows, and for each of its parts other rows refute that part alone."""
 
+import itertools
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -35,13 +37,7 @@ def changed(rows, match, **values):
 def copying_rows():
     """Three seeds, trained on lengths 1 and 2 and tested up to 4; without positions they do better beyond."""
     rows = []
-    for task, positions, seed, length in (
-        (task, positions, seed, length)
-        for task in copying.KINDS
-        for positions in POSITIONS
-        for seed in range(3)
-        for length in range(1, 5)
-    ):
+    for task, positions, seed, length in itertools.product(copying.KINDS, POSITIONS, range(3), range(1, 5)):
         exact = 1.0 if length <= 2 else (0.6 if positions == "none" else 0.2) + 0.01 * seed
         row = {"task": task, "positions": positions, "seed": seed, "length": length}
         rows.append(row | {"trained": length <= 2, "exact match": exact})
@@ -61,12 +57,7 @@ def dispersion_rows():
     def made(few=(0.95, 0.98), many=(0.07, 0.3), adaptive=0.4, logarithmic=0.5, spread=50.0, limit=0.07):
         rows, most = [], dispersion.LENGTHS[-1]
         lasts = {dispersion.ADAPTIVE: adaptive, dispersion.LOGARITHMIC: logarithmic}
-        for seed, items, kind in (
-            (seed, items, kind)
-            for seed in range(2)
-            for items in dispersion.LENGTHS
-            for kind in (dispersion.PLAIN, *lasts)
-        ):
+        for seed, items, kind in itertools.product(range(2), dispersion.LENGTHS, (dispersion.PLAIN, *lasts)):
             share = (np.log2(items) - 4) / 8
             weight, right = ((1 - share) * a + share * b for a, b in zip(few, many))
             accuracy = lasts.get(kind, right) if items == most else right
@@ -107,7 +98,7 @@ def gradient_step_rows():
 def grokking_rows():
     def made(grokked=(300, 500), share=0.8, undecayed=0.3, undecayed_accuracy=0.2):
         rows = []
-        for seed, kind, step in ((s, k, t) for s in range(2) for k in grokking.KINDS for t in range(0, 700, 100)):
+        for seed, kind, step in itertools.product(range(2), grokking.KINDS, range(0, 700, 100)):
             is_decay = kind == grokking.DECAY
             right = float(step >= grokked[seed]) if is_decay else 0.3 * (kind == grokking.DECAY_FAST)
             end = share if is_decay else undecayed
@@ -178,9 +169,7 @@ def overwriting_rows():
     solved = {overwriting.LINEAR: {0: 0.98, 8: 0.4}, overwriting.DELTA: {0: 0.98, 8: 0.97}}
     rows = [
         {"mixer": mixer, "rewrites": rewrites, "seed": seed, "recalled": solved[mixer][rewrites] + 0.002 * seed}
-        for mixer in overwriting.MIXERS
-        for rewrites in (0, 8)
-        for seed in range(3)
+        for mixer, rewrites, seed in itertools.product(overwriting.MIXERS, (0, 8), range(3))
     ]
     return rows, [
         changed(rows, {"mixer": overwriting.DELTA, "rewrites": 0}, recalled=0.5),
@@ -189,24 +178,22 @@ def overwriting_rows():
     ]
 
 
-def pruning_rows(fewer=1.2, **free):
+def heads_pruned(fewer=1.2, **free):
     """Three seeds: the loss rises from 1 to 3, in equal steps once the heads are gone whose removal costs nothing."""
     names = pruning
-    count_free, rows = {names.GREEDY: 12, names.SINGLE: 11, names.RANDOM: 4, names.ZERO: 11} | free, []
-    for seed in range(3):
-        for order, count in count_free.items():
-            for kept in range(names.COUNT + 1):
-                gone = max(names.COUNT - kept - count, 0) / (names.COUNT - count)
-                rows.append({"seed": seed, "order": order, "kept": kept, "loss": 1 + 2 * gone + 0.01 * seed})
-        rows.append({"seed": seed, "order": names.FEWER, "kept": names.HALF, "loss": fewer + 0.01 * seed})
-    return rows
+    free = {names.GREEDY: 12, names.SINGLE: 11, names.RANDOM: 4, names.ZERO: 11} | free
+    at = [{"order": names.FEWER, "kept": names.HALF, "loss": fewer}]
+    for (order, count), kept in itertools.product(free.items(), range(names.COUNT + 1)):
+        gone = max(names.COUNT - kept - count, 0) / (names.COUNT - count)
+        at.append({"order": order, "kept": kept, "loss": 1 + 2 * gone})
+    return [row | {"seed": seed, "loss": row["loss"] + 0.01 * seed} for row in at for seed in range(3)]
 
 
-def pruning_claim():
-    return pruning_rows(), [
-        pruning_rows(**{pruning.GREEDY: 5, pruning.RANDOM: 2, "fewer": 2.0}),
-        pruning_rows(**{pruning.RANDOM: 12}),
-        pruning_rows(fewer=0.9),
+def pruning_rows():
+    return heads_pruned(), [
+        heads_pruned(**{pruning.GREEDY: 5, pruning.RANDOM: 2, "fewer": 2.0}),
+        heads_pruned(**{pruning.RANDOM: 12}),
+        heads_pruned(fewer=0.9),
     ]
 
 
@@ -246,13 +233,12 @@ def recall_rows():
     widths = {softmax: (16, 16, 16), linear: (32, 32, 64), gru: (99, 99, 99), convolution: (64, 99, 99)}
 
     def made(mixer="", other=()):
+        needed = widths | ({mixer: other} if mixer else {})
         rows = []
-        for name, needed in (widths | ({mixer: other} if mixer else {})).items():
-            for width, seed, (pairs, enough) in (
-                (w, s, each) for w in (16, 32, 64) for s in (0, 1) for each in zip((4, 8, 16), needed)
-            ):
-                recalled = 0.95 if width >= enough else 1 / pairs + 0.01 * seed
-                rows.append({"mixer": name, "width": width, "seed": seed, "pairs": pairs, "recalled": recalled})
+        for name, width, seed, place in itertools.product(needed, (16, 32, 64), (0, 1), range(3)):
+            pairs = (4, 8, 16)[place]
+            recalled = 0.95 if width >= needed[name][place] else 1 / pairs + 0.01 * seed
+            rows.append({"mixer": name, "width": width, "seed": seed, "pairs": pairs, "recalled": recalled})
         return rows
 
     return made(), [
@@ -270,10 +256,8 @@ def roles_rows():
 
     def made(role="", **values):
         rows = []
-        for seed, (place, name), layer, head in (
-            (s, each, *at) for s in range(2) for each in enumerate(names) for at in np.ndindex(2, 2)
-        ):
-            best = 2 * layer + head == place
+        for seed, name, (layer, head) in itertools.product(range(2), names, np.ndindex(2, 2)):
+            best = 2 * layer + head == names.index(name)
             row = {"seed": seed, "role": name, "layer": layer, "head": head, "lift": 3.0 if best else 1.0}
             row |= {"weight": 0.3 if best else 0.1, "control": 0.1, "pairs": 200, "p": 1e-5 if best else 1.0}
             row |= {"loss": 1.3, "previous": 0.1, "kind": ""}
@@ -289,26 +273,20 @@ def roles_rows():
 
 
 def sinks_rows():
-    trained = {"value ratio": 0.2, "worth, triggers": 3.0, "worth, elsewhere": 0.05}
-    for name, triggers, elsewhere in (
-        ("first", 0.1, 0.9),
-        ("first of all", 0.1, 0.9),
-        ("previous", 0.85, 0.05),
-        ("uniform", 0.06, 0.06),
-        ("excess", 0.05, 0.02),
-    ):
-        trained |= {f"{name}, triggers": triggers, f"{name}, elsewhere": elsewhere}
+    pairs = {"first": (0.1, 0.9), "first of all": (0.1, 0.9), "previous": (0.85, 0.05), "uniform": (0.06, 0.06)}
+    pairs |= {"excess": (0.05, 0.02), "worth": (3.0, 0.05)}
+    trained = {f"{name}, {at}": x for name, both in pairs.items() for at, x in zip(("triggers", "elsewhere"), both)}
+    trained |= {"value ratio": 0.2}
     without = trained | {"first, elsewhere": 0.1, "first of all, elsewhere": 0.2, "value ratio": 1.0}
     start = dict.fromkeys(("first, elsewhere", "first, triggers", "previous, triggers"), 0.06) | {"value ratio": 1.0}
 
     def made(condition=sinks.SOFTMAX, **values):
         rows = []
-        for name in sinks.CONDITIONS:
+        for name, seed in itertools.product(sinks.CONDITIONS, range(3)):
             end = (trained if name == sinks.SOFTMAX else without) | (values if name == condition else {})
-            for seed in range(3):
-                at = {"condition": name, "seed": seed}
-                rows.append(at | {"step": 0} | trained | start)
-                rows.append(at | {"step": 100} | {key: value + 1e-4 * seed for key, value in end.items()})
+            at = {"condition": name, "seed": seed}
+            rows.append(at | {"step": 0} | trained | start)
+            rows.append(at | {"step": 100} | {key: value + 1e-4 * seed for key, value in end.items()})
         return rows
 
     return made(), [
@@ -328,9 +306,7 @@ def state_tracking_rows():
     solved = {names.SOFTMAX: 0.5, names.POSITIVE: 0.55, names.NEGATIVE: 0.98}
     rows = [
         {"mixer": mixer, "seed": seed, "times": times, "right": 1.0 if times == 1 else solved[mixer] + 0.004 * seed}
-        for mixer in names.MIXERS
-        for seed in range(3)
-        for times in names.TIMES
+        for mixer, seed, times in itertools.product(names.MIXERS, range(3), names.TIMES)
     ]
     longer = tuple(times for times in names.TIMES if times > 1)
     return rows, [
@@ -339,28 +315,17 @@ def state_tracking_rows():
     ]
 
 
-CLAIMS = {  # by study: rows on which its claim holds, and for each part rows that refute it
-    "copying": copying_rows,
-    "dispersion": dispersion_rows,
-    "gradient_step": gradient_step_rows,
-    "grokking": grokking_rows,
-    "induction": induction_rows,
-    "markov": markov_rows,
-    "overwriting": overwriting_rows,
-    "pruning": pruning_claim,
-    "rank": rank_rows,
-    "recall": recall_rows,
-    "roles": roles_rows,
-    "sinks": sinks_rows,
-    "state_tracking": state_tracking_rows,
-}
+# Rows on which the claim of a study holds, and for each part rows that refute it.
+CLAIMS = (copying_rows, dispersion_rows, gradient_step_rows, grokking_rows, induction_rows, markov_rows)
+CLAIMS += (overwriting_rows, pruning_rows, rank_rows, recall_rows, roles_rows, sinks_rows, state_tracking_rows)
 
 
-@pytest.mark.parametrize("name", CLAIMS)
-def test_claim_holds_and_each_part_is_refuted_alone(name, monkeypatch):
+@pytest.mark.parametrize("rows_of", CLAIMS, ids=lambda rows_of: rows_of.__name__.removesuffix("_rows"))
+def test_claim_holds_and_each_part_is_refuted_alone(rows_of, monkeypatch):
+    name = rows_of.__name__.removesuffix("_rows")
     study = registry.load(name)
     monkeypatch.setattr(rank, "LAYERS", 5)  # as in the rows
-    rows, refuting = CLAIMS[name]()
+    rows, refuting = rows_of()
     verdict = study.judge(rows)
     assert verdict.held and len(verdict.parts) == len(refuting), str(verdict)
     for part, others in enumerate(refuting):
@@ -381,5 +346,5 @@ def test_state_tracking_verdict_is_of_the_best_seed_and_tells_how_many():
 
 def test_removable_heads_are_counted_up_to_a_tenth():
     # Of 16 heads 6 cost nothing, and each of the others a tenth of the whole: one more may go, rounding decides.
-    assert set(pruning.removable(pruning_rows(**{pruning.GREEDY: 6}), pruning.GREEDY)) <= {6, 7}
-    assert pruning.removable(pruning_rows(), pruning.GREEDY) == [12, 12, 12], "each of the last four costs a quarter"
+    assert set(pruning.removable(heads_pruned(**{pruning.GREEDY: 6}), pruning.GREEDY)) <= {6, 7}
+    assert pruning.removable(heads_pruned(), pruning.GREEDY) == [12, 12, 12], "each of the last four costs a quarter"

@@ -156,11 +156,6 @@ def test_progress_is_the_share_of_the_work_and_the_time_left():
             advance()
     lines = printed.getvalue().splitlines()
     assert (
-        lines[:3]
-        == [
-            "10 % done, about 2 min left",
-            "20 % done, about 96 s left",
-            "30 % done, about 84 s left",
-        ]
+        lines[:3] == ["10 % done, about 2 min left", "20 % done, about 96 s left", "30 % done, about 84 s left"]
         and len(lines) == 9
     )

@@ -38,24 +38,27 @@ def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_save_then_restore_is_bit_exact(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+@pytest.fixture
+def checkpoints(tmp_path):
+    """A new folder that keeps the newest two."""
+    with contextlib.closing(Checkpoints(tmp_path / "checkpoints", keep=2)) as made:
+        yield made
+
+
+def test_save_then_restore_is_bit_exact(checkpoints):
     checkpoints.save(state_at(7))
     checkpoints.close()
-    again = Checkpoints(tmp_path / "checkpoints")
-    equal(again.restore(7, state_at(0)), state_at(7))
-    equal(again.restore_params(7, state_at(0).params), state_at(7).params)
-    again.close()
+    with contextlib.closing(Checkpoints(str(checkpoints.directory))) as again:
+        equal(again.restore(7, state_at(0)), state_at(7))
+        equal(again.restore_params(7, state_at(0).params), state_at(7).params)
 
 
-def test_pruning_keeps_newest_and_best(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+def test_pruning_keeps_newest_and_best(checkpoints):
     checkpoints.best = lambda steps: 1 if 1 in steps else None
     for step in range(6):
         checkpoints.save(state_at(step))
     checkpoints.wait()
     assert checkpoints.steps() == [1, 4, 5]
-    checkpoints.close()
 
 
 def test_permanent_checkpoints_outlive_pruning_by_later_processes(tmp_path):
@@ -84,9 +87,8 @@ def test_history_is_even_by_logarithm():
     assert np.ptp(np.diff(found)) < 0.1
 
 
-def test_save_allows_donation_of_the_state_at_once(tmp_path):
+def test_save_allows_donation_of_the_state_at_once(checkpoints):
     """The save is asynchronous: later writes to the buffers must not reach the disk."""
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
     count = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     now = jax.device_put({"w": np.zeros((1000, 1000), np.float32)})
     for _ in range(10):
@@ -97,55 +99,46 @@ def test_save_allows_donation_of_the_state_at_once(tmp_path):
     checkpoints.wait()
     like = TrainState(jax.device_put(np.int32(0)), now, (now,))
     assert (np.asarray(checkpoints.restore(10, like).params["w"]) == 10).all()
-    checkpoints.close()
 
 
-def test_restore_on_fewer_devices_is_bit_exact(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+def test_restore_on_fewer_devices_is_bit_exact(checkpoints):
     checkpoints.save(parallel.make("mesh").create_state(lambda: state_at(7)))
     checkpoints.wait()
     few = parallel.make("mesh", 2)
     restored = checkpoints.restore(7, few.create_state(lambda: state_at(0)))
     equal(restored, state_at(7))
     assert {leaf.sharding for leaf in jax.tree.leaves(restored)} == {few.replicated}
-    checkpoints.close()
 
 
 @pytest.mark.parametrize("convert, back", [(stack_layers, unstack_layers), (unstack_layers, stack_layers)])
-def test_layers_saved_stacked_restore_one_by_one_and_the_reverse(tmp_path, convert, back):
+def test_layers_saved_stacked_restore_one_by_one_and_the_reverse(checkpoints, convert, back):
     layers = {f"block_{n}": {"kernel": normal(n)} for n in range(11)} | {"norm": np.ones(3, np.float32)}
     saved, wanted = (jax.jit(to)(state_of(7, layers)._asdict()) for to in (back, convert))
     saved, wanted = TrainState(**saved), TrainState(**wanted)
-    checkpoints, split = Checkpoints(tmp_path / "checkpoints"), parallel.make("mesh", 1, 4)
     checkpoints.save(saved)
     checkpoints.wait()
-    like = split.create_state(lambda: jax.tree.map(jnp.zeros_like, wanted))
+    like = parallel.make("mesh", 1, 4).create_state(lambda: jax.tree.map(jnp.zeros_like, wanted))
     restored = checkpoints.restore(7, like)
     equal(restored, wanted)
     assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(like)]
     equal(checkpoints.restore_params(7, wanted.params), wanted.params)
-    checkpoints.close()
 
 
-def test_a_users_parameters_named_like_layers_restore_as_they_are(tmp_path):
+def test_a_users_parameters_named_like_layers_restore_as_they_are(checkpoints):
     params = {"blocks": {"block_0": normal(0), "gain": np.float32(1)}, "block_0": {"w": np.zeros(3, np.float32)}}
     state = state_of(7, params)
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.save(state)
     checkpoints.wait()
     equal(checkpoints.restore(7, state).params, params)
-    checkpoints.close()
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved(checkpoints):
     """Checkpoints of steps 3 and 7."""
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     for step in (3, 7):
         checkpoints.save(state_at(step), log={"bytes": step})
     checkpoints.wait()
-    yield checkpoints
-    checkpoints.close()
+    return checkpoints
 
 
 def files(checkpoints, step):

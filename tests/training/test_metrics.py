@@ -120,26 +120,14 @@ def test_events_without_tensorboardx_are_given_up_in_one_line(tmp_path, monkeypa
     assert capsys.readouterr().err == f"TensorBoard logging disabled ({told}); training continues\n"
 
 
-class Recorder:
-    """A tracker that notes what it gets."""
-
-    def __init__(self):
-        self.logged, self.closed = [], False
-
-    def log(self, step, metrics):
-        self.logged += [(step, name) for name in metrics]
-
-    def close(self):
-        self.closed = True
-
-
 def test_trackers_get_the_numbers_of_each_record(tmp_path):
-    tracker = Recorder()
+    tracker = mock.Mock(spec=["log", "close"])
     log = metrics.MetricsLog(tmp_path / "metrics.jsonl", trackers=[tracker])
     log.write(step=1, split="train", loss=1.0, note="no number", none=None)
     log.write(step=1, split="val", loss=1.0)
     log.close()
-    assert tracker.logged == [(1, "train/loss"), (1, "val/loss")] and tracker.closed
+    assert tracker.log.mock_calls == [mock.call(1, {f"{split}/loss": 1.0}) for split in ("train", "val")]
+    tracker.close.assert_called_once_with()
 
 
 def test_reporter_on_a_terminal_shows_control_characters(capsys, monkeypatch):

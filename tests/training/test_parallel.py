@@ -80,10 +80,7 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize(
     "layouts, options",
-    [
-        SLOW(AXES, {"dropout": 0.2, "accumulation": 4}),
-        SLOW(LAYOUTS, {"dropout": 0.2, "scan": True, "num_layers": 2}),
-    ],
+    [SLOW(AXES, {"dropout": 0.2, "accumulation": 4}), SLOW(LAYOUTS, {"dropout": 0.2, "scan": True, "num_layers": 2})],
     ids=str,
 )
 def test_first_gradient_on_four_devices_equals_one_device(layouts, options):
@@ -104,10 +101,7 @@ def test_gradients_of_all_parts_are_summed_over_devices_once_a_step():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"positions": "learned", "remat": "block"},
-        SLOW({"positions": "alibi", "attention.window": 5}),
-    ],
+    [{"positions": "learned", "remat": "block"}, SLOW({"positions": "alibi", "attention.window": 5})],
     ids=str,
 )
 def test_gradient_of_split_sequences_equals_one_device_for_all_positions(options):
