@@ -31,6 +31,12 @@ MODULES = {
     "convolution": nn.CausalConv(3),
     "block": nn.Block(nn.MultiHeadAttention(2), nn.Mlp(19, "silu", gated=True), norm_at="stream"),
 }
+# Programs that reduce products of a few columns, at the size where jaxlib 0.10.2 is wrong; with the columns.
+OF_MANY_ROWS = {
+    "norm of a projection": (nn.MultiHeadAttention(1, qk_norm=True, mask=Causal()), 3),
+    "rms": (nn.RMSNorm(), 8),
+    "layer": (nn.LayerNorm(), 4),
+}
 MODELS = {
     "llama": {"attention": {"rotary": {"scaling": "linear", "factor": 2.0}}, "norm": "rms", "mlp": "gated"},
     "local": {
@@ -82,15 +88,19 @@ def test_optimized_operator_equals_float64(impl, seed):
         np.testing.assert_allclose(found[name][finite], value[finite], rtol=0, atol=1e-5 * largest)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [*MODULES, *OF_MANY_ROWS])
 def test_optimized_module_equals_float64(name):
-    module = MODULES[name]
-    run = functools.partial(with_gradients, module.apply)
+    if name in MODULES:
+        # Sums of 16 to 52 terms, forward and backward, through up to five layers of products and a softmax.
+        module, x, steps = MODULES[name], X, 500
+    else:
+        # Gradients of the parameters are sums of 32,769 terms of either sign.
+        (module, width), steps = OF_MANY_ROWS[name], 2000
+        x = np.random.default_rng(0).standard_normal((32_769, 1, width)).astype(np.float32)
     wide = module.clone(dtype=jnp.float64) if name == "gru" else module  # its state is float32 by itself
-    params = parameters(module, X)
-    # Sums of 16 to 52 terms, forward and backward, through up to five layers of products and a softmax.
-    exact = in_float64(functools.partial(with_gradients, wide.apply), params, X)
-    assert_as_exact(optimized(run)(params, X), exact, steps=500)
+    params = parameters(module, x[:1])
+    exact = in_float64(functools.partial(with_gradients, wide.apply), params, x)
+    assert_as_exact(optimized(functools.partial(with_gradients, module.apply))(params, x), exact, steps)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -144,21 +154,6 @@ def test_reduction_after_batched_products_is_wrong_on_jaxlib_0_10_2_alone():
     assert wrong == (JAXLIB == (0, 10, 2))
     right = jax.jit(norms, compiler_options={"xla_cpu_experimental_ynn_fusion_type": ""})(rows)
     np.testing.assert_allclose(right, exact, rtol=4 * 2.0**-24)
-
-
-@pytest.mark.parametrize(("name", "width"), [("norm of a projection", 3), ("rms", 8), ("layer", 4)])
-def test_norms_of_as_many_rows_equal_float64(name, width):
-    """The programs of attnlab that reduce products of a few columns, at the size where the above is wrong."""
-    modules = {
-        "norm of a projection": nn.MultiHeadAttention(1, qk_norm=True, mask=Causal()),
-        "rms": nn.RMSNorm(),
-        "layer": nn.LayerNorm(),
-    }
-    x = np.random.default_rng(0).standard_normal((32_769, 1, width)).astype(np.float32)
-    params = parameters(modules[name], x[:1])
-    run = functools.partial(with_gradients, modules[name].apply)
-    # Gradients of the parameters are sums of 32,769 terms of either sign.
-    assert_as_exact(optimized(run)(params, x), in_float64(run, params, x), steps=2000)
 
 
 def test_slice_written_over_a_shifted_copy_of_itself_is_wrong_up_to_jaxlib_0_12():

@@ -26,8 +26,6 @@ from tests import runs
 from tests.nn.user_parts import SOURCE
 from tests.runs import shared_programs as shared_programs  # a fixture of this module too
 
-SLOW = pytest.mark.slow
-
 
 @pytest.fixture
 def undisturbed():
@@ -152,18 +150,11 @@ def test_run_stopped_by_a_signal_resumes_bit_for_bit(undisturbed, with_history, 
     assert runs.same_checkpoints(tmp_path / "run", with_history)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["parallel.strategy=pmap", "parallel.mesh.data=-1", "model.scan=True"],
-        pytest.param(["parallel.mesh.fsdp=2", "parallel.mesh.tensor=2", "model.remat=attention"], marks=SLOW),
-    ],
-    ids=" ".join,
-)
-def test_run_resumed_in_another_layout_has_the_same_losses(undisturbed, stopped_at_6, tmp_path, options):
+def test_run_resumed_in_another_layout_has_the_same_losses(undisturbed, stopped_at_6, tmp_path):
     """On other devices, and with stacked layers; to rounding."""
     shutil.copytree(stopped_at_6, tmp_path / "run")
-    assert runs.run(tmp_path / "run", *(f"--config.{option}" for option in options)) == 0
+    options = runs.flags({"parallel.strategy": "pmap", "parallel.mesh.data": -1, "model.scan": True})
+    assert runs.run(tmp_path / "run", *options) == 0
     found, expected = runs.records(tmp_path / "run"), runs.records(undisturbed)
     assert [(r["step"], r["split"]) for r in found] == [(r["step"], r["split"]) for r in expected]
     np.testing.assert_allclose([r["loss"] for r in found], [r["loss"] for r in expected], rtol=1e-5)
