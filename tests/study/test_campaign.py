@@ -9,7 +9,7 @@ import time
 import pytest
 
 from attnlab.study import __main__ as study
-from tests.study.test_running import MINE
+from tests.texts import STUDY
 
 
 def run(*argv):
@@ -20,10 +20,10 @@ def run(*argv):
 def files(tmp_path):
     """Studies of a user: one that holds, one that does not, one that fails, one that kills its process."""
     contents = {
-        "holds": MINE,
-        "fails": MINE.replace("(seed + 2) ** 2", "1 // seed"),
-        "refuted": MINE.replace("** 2", "* 1").replace("Squares", "Multiples"),
-        "dies": MINE.replace("    advance(2)", "    import os\n    os.kill(os.getpid(), 9)"),
+        "holds": STUDY,
+        "fails": STUDY.replace("(seed + 2) ** 2", "1 // seed"),
+        "refuted": STUDY.replace("** 2", "* 1").replace("Squares", "Multiples"),
+        "dies": STUDY.replace("    advance(2)", "    import os\n    os.kill(os.getpid(), 9)"),
     }
     (tmp_path / "mine").mkdir()
     for name, content in contents.items():
@@ -49,8 +49,8 @@ def test_failing_studies_do_not_end_all_and_a_second_run_keeps_results(tmp_path,
     assert folders == {"holds", "logs", "refuted"}
 
     times = {name: (out / name / "result.json").stat().st_mtime_ns for name in ("holds", "refuted")}
-    (tmp_path / "mine" / "fails.py").write_text(MINE, encoding="utf-8")
-    (tmp_path / "mine" / "dies.py").write_text(MINE, encoding="utf-8")
+    (tmp_path / "mine" / "fails.py").write_text(STUDY, encoding="utf-8")
+    (tmp_path / "mine" / "dies.py").write_text(STUDY, encoding="utf-8")
     assert run(*command) == 0
     assert "2 of 4 have run before, and are kept" in capfd.readouterr().out
     assert times == {name: (out / name / "result.json").stat().st_mtime_ns for name in times}
@@ -62,7 +62,7 @@ def test_failing_studies_do_not_end_all_and_a_second_run_keeps_results(tmp_path,
 
 @pytest.mark.slow
 def test_killed_all_goes_on_where_it_was(tmp_path, files):
-    (tmp_path / "mine" / "fails.py").write_text(MINE.replace("    advance(2)", "    time.sleep(600)"))
+    (tmp_path / "mine" / "fails.py").write_text(STUDY.replace("    advance(2)", "    time.sleep(600)"))
     out = tmp_path / "all"
     command = [sys.executable, "-m", "attnlab.study", "all", f"--out={out}"]
     child = subprocess.Popen([*command, f"--only={files['holds']},{files['fails']}"], stdout=subprocess.DEVNULL)
@@ -72,7 +72,7 @@ def test_killed_all_goes_on_where_it_was(tmp_path, files):
     child.send_signal(signal.SIGINT)
     assert child.wait(120) == 130
     assert not subprocess.run(["pgrep", "-f", files["fails"]], capture_output=True).stdout
-    (tmp_path / "mine" / "fails.py").write_text(MINE)
+    (tmp_path / "mine" / "fails.py").write_text(STUDY)
     again = subprocess.run([*command, f"--only={files['holds']},{files['fails']}"], capture_output=True, text=True)
     assert again.returncode == 0 and "1 of 2 have run before" in again.stdout
 
@@ -88,14 +88,10 @@ def test_killed_all_goes_on_where_it_was(tmp_path, files):
     ],
     ids=["name", "file", "twice", "jobs", "foreign"],
 )
-def test_wrong_flag_of_all_is_one_line(tmp_path, monkeypatch, capsys, flags, message):
+def test_wrong_flag_of_all_is_one_line(tmp_path, monkeypatch, mistake, flags, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "letter.txt").write_text("mine")
-    (tmp_path / "sub").mkdir()
-    for name in ("mine.py", "sub/mine.py"):
-        (tmp_path / name).write_text(MINE)
-    assert run(*flags) == 2
-    error = capsys.readouterr().err
-    assert re.search(message, error) and error.count("\n") == 1
+    for name, content in {"taken/letter.txt": "mine", "mine.py": STUDY, "sub/mine.py": STUDY}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert re.search(message, mistake(study.main, "all", *flags))
     assert (tmp_path / "taken" / "letter.txt").read_text() == "mine" and not (tmp_path / "runs").exists()

@@ -9,38 +9,16 @@ import pytest
 from attnlab.study import __main__ as study
 from attnlab.study.running import StudyProgress
 from attnlab.support import paths
+from tests.texts import STUDY
 
-MINE = '''"""Squares are larger than their roots.
-
-For whole numbers from 2.
-"""
-
-import time
-from attnlab import plots
-from attnlab.study.report import Verdict
-
-
-def measure(options):
-    advance = options.progress(2)
-    rows = [{"seed": seed, "square": (seed + 2) ** 2} for seed in (0, 1)]
-    advance(2)
-    return rows
-
-
-def judge(rows):
-    return Verdict.of((all(row["square"] > row["seed"] + 2 for row in rows), "all are <larger>"))
-
-
-def draw(rows):
-    return plots.lines({"square": ([0, 1], [row["square"] for row in rows])}, "Larger", x="seed", y="square")
-'''
+NO_STUDY = "mine.py is not a study: expected a Python file with a docstring"
 
 
 @pytest.fixture
 def mine(tmp_path):
     """The file of a study."""
     path = tmp_path / "mine.py"
-    path.write_text(MINE, encoding="utf-8")
+    path.write_text(STUDY, encoding="utf-8")
     return path
 
 
@@ -70,39 +48,31 @@ def test_study_of_a_user_shows_its_docstring_as_help(mine, capsys):
     [
         ("def measure(", "mine.py: SyntaxError: '(' was never closed (mine.py, line 1)"),
         ("import nowhere", "mine.py, line 1: ModuleNotFoundError: "),
-        ("x = 1", "mine.py is not a study: expected a Python file with a docstring"),
-        (
-            MINE.replace(MINE[3 : MINE.index("import")], '   """\n'),
-            "mine.py is not a study: expected a Python file with",
-        ),
-        (MINE.replace("rows = [", "raise SystemExit(0)\n    rows = ["), "line 13: SystemExit: 0"),
-        ('"""A claim."""', "mine.py is not a study: expected a Python file with a docstring"),
-        (MINE.replace("(seed + 2) ** 2", "1 // seed"), "line 13: ZeroDivisionError: integer"),
-        (MINE.replace("return plots", "plots"), "None: expected rows, a Verdict and a figure"),
+        (STUDY.replace(STUDY[3 : STUDY.index("import")], '   """\n'), NO_STUDY),
+        (STUDY.replace("rows = [", "raise SystemExit(0)\n    rows = ["), "line 13: SystemExit: 0"),
+        ('"""A claim."""', NO_STUDY),
+        (STUDY.replace("(seed + 2) ** 2", "1 // seed"), "line 13: ZeroDivisionError: integer"),
+        (STUDY.replace("return plots", "plots"), "None: expected rows, a Verdict and a figure"),
     ],
-    ids=["syntax", "import", "docstring", "blank docstring", "exit", "part", "measure", "no figure"],
+    ids=["syntax", "import", "blank docstring", "exit", "part", "measure", "no figure"],
 )
-def test_fault_of_a_user_study_is_one_line(tmp_path, mine, capsys, content, message):
+def test_fault_of_a_user_study_is_one_line(tmp_path, mine, mistake, content, message):
     mine.write_text(content, encoding="utf-8")
-    assert run(mine, "--out", tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert message in error and error.startswith("error: ") and error.count("\n") == 1
+    assert message in mistake(study.main, mine, "--out", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["mine.py"]
 
 
-def test_missing_file_is_one_line(tmp_path, capsys):
-    assert run(tmp_path / "none.py") == run("") == 2
-    assert "none.py: no such file; expected a study" in (printed := capsys.readouterr().err)
-    assert "'' is not a study: expected one of" in printed
+def test_missing_file_is_one_line(tmp_path, mistake):
+    assert "none.py: no such file; expected a study" in mistake(study.main, tmp_path / "none.py")
+    assert "'' is not a study: expected one of" in mistake(study.main, "")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"name": "mine"'])
-def test_damaged_result_is_one_line(tmp_path, mine, capsys, content):
+def test_damaged_result_is_one_line(tmp_path, mine, mistake, content):
     (tmp_path / "out" / "mine").mkdir(parents=True)
     (tmp_path / "out" / "mine" / "result.json").write_text(content)
-    assert run("all", f"--only={mine}", "--out", tmp_path / "out") == 2
-    printed = capsys.readouterr().err
-    assert "mine/result.json is not a study's result (" in printed and printed.count("\n") == 1
+    line = mistake(study.main, "all", f"--only={mine}", "--out", tmp_path / "out")
+    assert "mine/result.json is not a study's result (" in line
 
 
 def test_study_killed_while_it_wrote_runs_again_and_writes_its_result_last(tmp_path, mine, monkeypatch):
@@ -143,7 +113,7 @@ def test_study_of_a_user_may_define_modules_with_postponed_annotations(tmp_path,
     """Dataclasses, such as Flax modules, look up their annotations in `sys.modules`."""
     module = "import flax.linen as nn\n\n\nclass Layer(nn.Module):\n    width: int\n"
     imports = "from __future__ import annotations\n\nimport time\n" + module
-    mine.write_text(MINE.replace("import time\n", imports), encoding="utf-8")
+    mine.write_text(STUDY.replace("import time\n", imports), encoding="utf-8")
     assert run(mine, "--out", tmp_path / "out") == 0
 
 
@@ -155,7 +125,7 @@ def test_progress_is_the_share_of_the_work_and_the_time_left():
             now[0] += 12
             advance()
     lines = printed.getvalue().splitlines()
-    assert (
-        lines[:3] == ["10 % done, about 2 min left", "20 % done, about 96 s left", "30 % done, about 84 s left"]
-        and len(lines) == 9
-    )
+    assert lines[:3] == [
+        f"{done} % done, about {left} left" for done, left in ((10, "2 min"), (20, "96 s"), (30, "84 s"))
+    ]
+    assert len(lines) == 9
