@@ -3,14 +3,12 @@
 import dataclasses
 import json
 
-import optax
 import pytest
 
 from attnlab import config as configs
 from attnlab.support.errors import UserError
 from attnlab.training import precision
 from attnlab.training import run as runs
-from attnlab.training.passed import Passed
 
 
 def config(**fields):
@@ -65,21 +63,6 @@ def test_plan_of_a_new_run_is_complete_and_cannot_be_changed(tmp_path):
             change()
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.finished = 3
-
-
-def test_run_of_another_config_or_optimizer_is_refused(tmp_path):
-    folder = folder_of_a_run(tmp_path / "run")
-    for fields, message in (
-        ({"model.width": 64}, "config.model.width = 64, there it was 128"),
-        ({"steps": 9}, "a run of 10 steps, and config.steps = 9 is fewer"),
-        ({"precision": "bfloat16"}, "there it was 'float32'"),
-    ):
-        with pytest.raises(UserError, match=message):
-            runs.resolve(config(**fields), folder)
-    with pytest.raises(UserError, match="whose optimizer is its config's"):
-        runs.resolve(config(), folder, passed=Passed(optimizer=optax.sgd(1.0)))
-    with pytest.raises(UserError, match="holds no run to evaluate"):
-        runs.resolve(config(), tmp_path / "new", eval_only=True)
 
 
 def test_evaluation_of_a_run_needs_no_log_and_training_names_the_damaged_line(tmp_path):

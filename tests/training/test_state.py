@@ -1,8 +1,5 @@
-"""Steps that are skipped because they are not finite, and the loss of packed documents."""
+"""The layout of layers and calls, the loss of packed documents, and that of answers at some places."""
 
-import functools
-
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,37 +9,10 @@ from attnlab import config as configs
 from attnlab.data.batches import Batch, TrainBatches
 from attnlab.nn import GPT
 from attnlab.support.errors import UserError
-from attnlab.training import optimizer as optimizers
 from attnlab.training import state
 from attnlab.training.experiment import Experiment
 from tests.parameters import parameters
-
-POISON = 7  # a token that makes the model's logits `poison`
-
-
-class Bigram(nn.Module):
-    """Logits of the next token from the last one, for eight tokens."""
-
-    poison: float
-
-    @nn.compact
-    def __call__(self, tokens, **_):
-        logits = nn.Embed(8, 8)(tokens)
-        return jnp.where((tokens == POISON).any(), self.poison, 1.0) * logits
-
-
-def batch(first):
-    tokens = np.full((2, 4), 1, np.int32)
-    tokens[0, 0] = first
-    return Batch(tokens, np.arange(2, dtype=np.int32), np.ones(2, np.float32))
-
-
-def make_step(poison, **options):
-    """The initial state of a bigram model, and its jitted training step."""
-    model = Bigram(poison)
-    optimizer = optimizers.make(configs.Optimizer(), 100, **options)
-    first = jax.jit(lambda: state.create(model, optimizer, 0))()
-    return first, jax.jit(functools.partial(state.train_step, model, optimizer, 0, 1))
+from tests.runs import Bigram
 
 
 @pytest.mark.parametrize("layers, fsdp, on_cpu, on_gpu", [(3, 1, 0, 0), (12, 1, 1, 0), (48, 1, 1, 1), (2, 2, 1, 1)])
@@ -58,25 +28,6 @@ def test_calls_on_gpus_have_many_steps_of_small_models_unless_set():
     config = configs.RunConfig.of({})
     found = [state.steps_per_call(config, *of) for of in (("cpu", 1), ("gpu", 10_000_000), ("gpu", 10_000_001))]
     assert found == [1, 64, 1] and state.steps_per_call(config.changed({"parallel.steps_per_call": 3}), "gpu", 1) == 3
-
-
-def test_train_step_nonfinite_is_skipped_and_counted():
-    first, step = make_step(float("nan"), skip_nonfinite=True)
-    first, metrics = jax.device_get(step(first, batch(1)))
-    assert metrics["skipped"] == 0
-    second, metrics = jax.device_get(step(first, batch(POISON)))
-    assert metrics["skipped"] == 1 and not np.isfinite(metrics["grad_norm"]) and second.step == 2
-    jax.tree.map(np.testing.assert_array_equal, second.params, first.params)
-    assert np.isfinite(metrics["param_norm"])
-    third, metrics = jax.device_get(step(second, batch(1)))
-    assert metrics["skipped"] == 1 and np.isfinite(metrics["loss"])
-    assert any(jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any(), third.params, second.params)))
-
-
-def test_train_step_without_skip_applies_nonfinite_updates():
-    first, step = make_step(float("nan"))
-    now, metrics = jax.device_get(step(first, batch(POISON)))
-    assert "skipped" not in metrics and not np.isfinite(jax.tree.leaves(now.params)[0]).all()
 
 
 def test_loss_of_packed_documents_is_the_mean_over_targets_within_them(float64):
@@ -105,21 +56,14 @@ def test_loss_of_packed_documents_is_the_mean_over_targets_within_them(float64):
 
 def test_model_without_segments_cannot_train_on_packed_documents():
     config = configs.RunConfig.of({"data.packing": "documents", "parallel.mesh.data": 1})
-
-    class Plain(nn.Module):
-        @nn.compact
-        def __call__(self, tokens, deterministic=True, dropout_key=None):
-            return nn.Embed(8, 8)(tokens)
-
     with pytest.raises(UserError, match="config.data.packing = 'documents', .*segments="):
-        Experiment(config, 8, model=Plain())
+        Experiment(config, 8, model=Bigram(8))
 
 
-@pytest.mark.parametrize(
-    "model",
-    [GPT.of(vocab_size=11, num_layers=1, num_heads=2, width=8, context=6), Bigram(1.0)],
-    ids=["GPT", "another model"],
-)
+GPT_OF_11 = GPT.of(vocab_size=11, num_layers=1, num_heads=2, width=8, context=6)
+
+
+@pytest.mark.parametrize("model", [GPT_OF_11, Bigram(8)], ids=["GPT", "another model"])
 def test_answers_at_places_have_the_losses_and_accuracy_of_all_positions(model):
     rng = np.random.default_rng(0)
     tokens, targets = rng.integers(0, 7, (3, 7), np.int32), np.full((3, 6), -1, np.int32)
