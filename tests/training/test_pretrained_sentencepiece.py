@@ -73,7 +73,5 @@ def test_run_from_a_llama_keeps_its_tokenizer(llama, tmp_path):
     assert run.tokenizer.to_dict() == published.pretrained(llama).to_dict()
     assert run.config.data.tokenizer == "pretrained"
     again = attnlab.load(save_hf(tmp_path / "tuned", run.model, run.params, run.tokenizer))
-    assert (
-        again.tokenizer.to_dict() == run.tokenizer.to_dict()
-        and again.model.config.vocab_size == run.model.config.vocab_size
-    )
+    assert again.tokenizer.to_dict() == run.tokenizer.to_dict()
+    assert again.model.config.vocab_size == run.model.config.vocab_size
