@@ -31,13 +31,9 @@ if "truncate" in sys.argv:
 
 def run(*arguments, program=PROGRAM, **environment):
     """The words that a program prints in a process of its own, line by line."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env={name: value for name, value in os.environ.items() if not name.startswith("JAX_")} | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("JAX_")} | environment
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert all("Error reading persistent compilation cache entry" in line for line in done.stderr.splitlines()[::2])
     return [line.split() for line in done.stdout.splitlines()]

@@ -30,12 +30,8 @@ FIELDS = {
     "optimizer.learning_rate": 1e-3,  # larger ones amplify the rounding of sums in another order
 }  # fmt: skip
 LONG = FIELDS | {"steps": 320, "checkpoint.every": 80, "eval.every": 80}
-ENVIRONMENT = os.environ | {
-    "PYTHON": sys.executable,
-    "XLA_FLAGS": "",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
+ENVIRONMENT = os.environ | {"PYTHON": sys.executable, "XLA_FLAGS": ""}
+ENVIRONMENT |= dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
 
 
 def arguments(workdir, fields=FIELDS):
@@ -44,15 +40,8 @@ def arguments(workdir, fields=FIELDS):
 
 def started(*command, **options):
     """A process whose output goes to a pipe."""
-    return subprocess.Popen(
-        [str(word) for word in command],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT | options,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    return subprocess.Popen(list(map(str, command)), cwd=REPOSITORY, env=ENVIRONMENT | options, **output)
 
 
 def run(*command, **options):
@@ -144,9 +133,8 @@ def test_sigterm_stops_both_processes_after_the_same_step(two, tmp_path):
 def test_killed_process_ends_the_other_and_restart_is_exact(two, tmp_path):
     process = started(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", LONG))
     wait_for_step(100, tmp_path / "run")
-    children = subprocess.run(
-        ["pgrep", "-f", "-P", str(process.pid), "attnlab.train"], capture_output=True, text=True
-    ).stdout.split()
+    command = ["pgrep", "-f", "-P", str(process.pid), "attnlab.train"]
+    children = subprocess.run(command, capture_output=True, text=True).stdout.split()
     os.kill(int(children[-1]), signal.SIGKILL)
     out, _ = process.communicate(timeout=120)
     assert process.returncode in (75, 137), out  # whichever is noticed first
@@ -164,24 +152,24 @@ def test_launcher_without_arguments_prints_its_usage():
             assert code == 2 and out.startswith(f"usage: launch/{name} N --config=EXPERIMENT")
     for count in (100_000, 2**64 + 1):
         code, out = run(LAUNCH / "local.sh", count, "--config=quickstart")
-        assert code == 2 and re.fullmatch(
-            r"launch/local.sh: \d+ processes need a core each, .* use \d+ or fewer\n", out
-        )
+        expected = r"launch/local.sh: \d+ processes need a core each, .* use \d+ or fewer\n"
+        assert code == 2 and re.fullmatch(expected, out)
     code, out = run(LAUNCH / "tpu_vm.sh", "name")
     assert code == 2 and out.startswith("usage: ZONE=… TYPE=… NFS=…")
 
 
+SLICE = {"ZONE": "us-central2-b", "TYPE": "v4-32"}
+SANCHO = ("sancho", "--config=configs/sancho.py", "--workdir=/mnt/attnlab/runs/sancho")
+
+
 def test_tpu_dry_run_prints_every_command(tmp_path):
-    options = {"ZONE": "us-central2-b", "TYPE": "v4-32", "NFS": "10.0.0.2:/a share; id", "TMPDIR": str(tmp_path)}
-    workdir = "/mnt/attnlab/runs/sancho"
-    code, out = run(
-        LAUNCH / "tpu_vm.sh", "--dry-run", "sancho", "--config=configs/sancho.py", f"--workdir={workdir}", **options
-    )
+    options = SLICE | {"NFS": "10.0.0.2:/a share; id", "TMPDIR": str(tmp_path)}
+    code, out = run(LAUNCH / "tpu_vm.sh", "--dry-run", *SANCHO, **options)
     assert code == 0
     lines = [line for line in out.splitlines() if not line.startswith(("#", "tar "))]
     assert all(line.startswith("gcloud compute tpus tpu-vm ") for line in lines)
     assert [line.split()[4] for line in lines] == ["describe", "create", "scp", "ssh", "ssh", "ssh", "delete", "delete"]
-    assert "--worker=all" in lines[5] and "ATTNLAB_DISTRIBUTED=1" in lines[5] and workdir in lines[5]
+    assert "--worker=all" in lines[5] and "ATTNLAB_DISTRIBUTED=1" in lines[5] and SANCHO[-1] in lines[5]
     (mount,) = (word for word in shlex.split(lines[3]) if "sudo mount" in word)
     assert shlex.split(mount)[-3:] == ["10.0.0.2:/a share; id", "/mnt/attnlab;", "}"]
     packed = re.search(r"tar -czf (\S+)", out)[1]
@@ -205,17 +193,15 @@ esac
 def test_tpu_launcher_recreates_a_preempted_slice(tmp_path):
     (tmp_path / "gcloud").write_text(GCLOUD)
     (tmp_path / "gcloud").chmod(0o755)
-    options = {"ZONE": "us-central2-b", "TYPE": "v4-32", "NFS": "10.0.0.2:/share", "TMPDIR": str(tmp_path)}
-    command = [LAUNCH / "tpu_vm.sh", "sancho", "--config=configs/sancho.py", "--workdir=/mnt/attnlab/runs/sancho"]
-    code, out = run(*command, PATH=f"{tmp_path}:{os.environ['PATH']}", **options)
-    assert code == 0 and "the run was interrupted, the slice is PREEMPTED: resuming from the last checkpoint" in out, (
-        out
-    )
+    options = SLICE | {"NFS": "10.0.0.2:/share", "TMPDIR": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    code, out = run(LAUNCH / "tpu_vm.sh", *SANCHO, **options)
+    assert code == 0, out
+    assert "the run was interrupted, the slice is PREEMPTED: resuming from the last checkpoint" in out
     requests = (tmp_path / "requests").read_text().replace("describe\n", "").split()
     assert requests == ["create", "scp", "ssh", "ssh", "ssh", "delete", "create", "scp", "ssh", "ssh", "ssh"]
     (tmp_path / "preempted").unlink()
     (tmp_path / "gcloud").write_text(GCLOUD.replace("PREEMPTED", "READY"))
-    code, out = run(*command, PATH=f"{tmp_path}:{os.environ['PATH']}", **options)
+    code, out = run(LAUNCH / "tpu_vm.sh", *SANCHO, **options)
     assert code == 1 and "the run ended with an error; the slice is kept" in out, out
 
 
@@ -327,9 +313,8 @@ class Job:
         self.number = self.command("sbatch", "--parsable", f"--output={self.output}", *options, *script)
 
     def command(self, *words):
-        done = subprocess.run(
-            [str(word) for word in words], env=self.environment, cwd=REPOSITORY, capture_output=True, text=True
-        )
+        words, options = list(map(str, words)), {"env": self.environment, "cwd": REPOSITORY}
+        done = subprocess.run(words, **options, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

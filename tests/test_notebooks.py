@@ -30,11 +30,8 @@ def test_lesson_5_names_the_axes_of_its_table_of_heads():
     """Its rows are heads and its columns positions, not queries and keys."""
     (lesson,) = (path for path in LESSONS if path.stem.startswith("5_"))
     calls = [node for node in ast.walk(ast.parse(code(lesson))) if isinstance(node, ast.Call)]
-    drawn = [
-        {k.arg: ast.unparse(k.value) for k in call.keywords}
-        for call in calls
-        if "plots.weights" in ast.unparse(call.func)
-    ]
+    calls = [call for call in calls if "plots.weights" in ast.unparse(call.func)]
+    drawn = [{keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords} for call in calls]
     (table,) = (arguments for arguments in drawn if "names" in arguments["queries"])
     assert (table["x"], table["y"]) == ("'position attended to'", "'head'")
 

@@ -238,19 +238,16 @@ def test_documented_commands_name_what_exists(capsys):
                 assert re.search(rf"--(\[no\])?{name}\b", text), f"{command}: {option}"
 
 
-def test_version_is_the_same_in_code_changelog_and_citation():
-    assert (
-        re.search(r"^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE).group(1) == attnlab.__version__
-    )
-    assert f"\nversion: {attnlab.__version__}\n" in (REPOSITORY / "CITATION.cff").read_text()
-    assert "version" in tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dynamic"]
-
-
-def test_license_is_apache_2_in_pyproject_and_citation():
+def test_version_and_license_are_the_same_in_all_files():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
-    assert "Apache License\n                           Version 2.0" in (REPOSITORY / "LICENSE").read_text()
-    assert "\nlicense: Apache-2.0\n" in (REPOSITORY / "CITATION.cff").read_text()
+    assert "version" in project["dynamic"]
+    changes, citation, license = (
+        (REPOSITORY / name).read_text() for name in ("CHANGELOG.md", "CITATION.cff", "LICENSE")
+    )
+    assert re.search(r"^## (\S+)", changes, re.MULTILINE)[1] == attnlab.__version__
+    assert f"\nversion: {attnlab.__version__}\n" in citation and "\nlicense: Apache-2.0\n" in citation
+    assert "Apache License\n                           Version 2.0" in license
 
 
 def test_package_is_typed_and_has_no_namespace_packages():

@@ -20,14 +20,8 @@ from attnlab.planning.programs import Program
 from attnlab.support.errors import UserError
 from attnlab.training import flops
 
-TINY = {
-    "batch_size": 8,
-    "model.num_layers": 1,
-    "model.width": 64,
-    "model.num_heads": 2,
-    "model.context": 32,
-    "data.tokenizer": "byte",
-}
+TINY = {"model.num_layers": 1, "model.width": 64, "model.num_heads": 2, "model.context": 32}
+TINY |= {"batch_size": 8, "data.tokenizer": "byte"}
 
 
 def config(**changes):

@@ -14,7 +14,7 @@ WORDS = ["Your", "journey", "starts"]
 
 
 @pytest.fixture(autouse=True)
-def agg(monkeypatch):
+def agg():
     plt.switch_backend("agg")
     yield
     plt.close("all")
@@ -81,16 +81,9 @@ def test_curve_over_words_is_labelled_at_its_last_finite_point():
 
 @pytest.mark.parametrize("log", ["x", "y"])
 def test_lines_have_names_scales_and_bands(log):
-    figure = plots.lines(
-        {"a": ([1, 10], [1, 2]), "theory": ([1, 10], [1, 3])},
-        "A rises",
-        x="n (tokens)",
-        y="time (ms)",
-        log=log,
-        spread={"a": [0.1, 0.1]},
-        dashed=["theory"],
-    )
-    (axes,) = figure.axes
+    series = {"a": ([1, 10], [1, 2]), "theory": ([1, 10], [1, 3])}
+    options = {"x": "n (tokens)", "y": "time (ms)", "log": log, "spread": {"a": [0.1, 0.1]}, "dashed": ["theory"]}
+    (axes,) = plots.lines(series, "A rises", **options).axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("n (tokens)", "time (ms)")
     assert (axes.get_xscale() == "log", axes.get_yscale() == "log") == ("x" in log, "y" in log)
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "theory"]
@@ -113,12 +106,9 @@ def test_names_at_the_ends_of_lines_stand_apart_and_bands_have_absolute_ends():
 
 def test_panels_give_a_name_one_color():
     panel = {"x": "x", "y": "y"}
-    figure = plots.panels(
-        {"one": panel | {"series": {"a": ([1], [1]), "b": ([1], [1])}}, "two": panel | {"series": {"b": ([1], [1])}}},
-        "Two",
-    )
-    first, second = figure.axes
-    assert first.lines[1].get_color() == second.lines[0].get_color()
+    both, second = (panel | {"series": {name: ([1], [1]) for name in names}} for names in ("ab", "b"))
+    one, two = plots.panels({"one": both, "two": second}, "Two").axes
+    assert one.lines[1].get_color() == two.lines[0].get_color()
 
 
 def test_names_are_no_formulas(tmp_path):

@@ -11,6 +11,7 @@ import attnlab
 from attnlab import sample, train
 from attnlab.generation.drawing import Draw
 from attnlab.generation.texts import complete
+from tests.runs import SMALL
 
 TEXT = "el perro persiguió al gato y lo atrapó. " * 100
 
@@ -19,10 +20,8 @@ TEXT = "el perro persiguió al gato y lo atrapó. " * 100
 def workdir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sampling")
     (folder / "text.txt").write_text(TEXT + "\x1b\x07")
-    tiny = ["steps=4", "model.num_layers=1", "model.width=16", "model.context=16", "batch_size=4", "eval.windows=4"]
-    tiny += ["parallel.mesh.data=1", "log.peak_tflops=1"]
-    options = [f"--config.{option}" for option in [*tiny, f"data.path={folder}/text.txt", "log.tensorboard=False"]]
-    assert train.main(["train", "--config=quickstart", f"--workdir={folder}/run", *options]) == 0
+    options = [*SMALL, "--config.steps=4", f"--config.data.path={folder}/text.txt"]
+    assert train.main(["train", *options, f"--workdir={folder}/run"]) == 0
     return folder / "run"
 
 

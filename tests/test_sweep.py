@@ -31,16 +31,18 @@ LONG = ["--config.steps=3000", "--config.eval.every=1000", "--config.checkpoint.
 CONFIG = f"--config={REPOSITORY}/configs/quickstart.py"
 
 
-def swept(folder, *options, length=SHORT):
-    return sweep.main(["sweep", CONFIG, *QUICK, *length, f"--workdir={folder}", *options])
+SHORT_RUN = [CONFIG, *QUICK, *SHORT]
 
 
-def started(folder, *options, length=LONG):
-    command = [sys.executable, "-m", "attnlab.sweep", CONFIG, *QUICK, *length, f"--workdir={folder}", *options]
+def swept(folder, *options):
+    return sweep.main(["sweep", *SHORT_RUN, f"--workdir={folder}", *options])
+
+
+def started(folder, *options):
+    command = [sys.executable, "-m", "attnlab.sweep", CONFIG, *QUICK, *LONG, f"--workdir={folder}", *options]
     environment = os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=REPOSITORY, env=environment, **pipes)
 
 
 def wait_until(condition, within=120):
@@ -79,12 +81,10 @@ def test_mistake_is_one_line_before_anything_starts(tmp_path, capsys, options, m
     assert not (tmp_path / "sweep").exists()
 
 
-def test_folder_with_something_else_is_left_alone(tmp_path, capsys):
+def test_folder_with_something_else_is_left_alone(tmp_path, mistake):
     (tmp_path / "runs.csv").write_text("mine")
-    assert swept(tmp_path, "--grid=config.seed=0") == 2
-    assert "holds other files and no sweep" in capsys.readouterr().err
-    assert swept(tmp_path / "runs.csv", "--grid=config.seed=0") == 2
-    assert "runs.csv is a file" in capsys.readouterr().err
+    for workdir, message in ((tmp_path, "holds other files and no sweep"), (tmp_path / "runs.csv", "is a file")):
+        assert message in mistake(sweep.main, *SHORT_RUN, f"--workdir={workdir}", "--grid=config.seed=0")
     assert [path.name for path in tmp_path.iterdir()] == ["runs.csv"]
 
 
@@ -216,15 +216,8 @@ def finished(tmp_path_factory):
 def test_sweep_with_a_failing_run_finishes_the_others(finished):
     folder, code, out, err = finished
     assert code == 1 and all(line.startswith("jaxlib ") for line in err.splitlines()), err
-    assert {path.name for path in folder.iterdir()} == {
-        "learning_rate=0.001,seed=3",
-        "learning_rate=1e+20,seed=3",
-        "learning_rate=0.01,seed=3",
-        "logs",
-        "runs.csv",
-        "runs.png",
-        "sweep.json",
-    }
+    written = {f"learning_rate={rate},seed=3" for rate in ("0.001", "1e+20", "0.01")}
+    assert {path.name for path in folder.iterdir()} == written | {"logs", "runs.csv", "runs.png", "sweep.json"}
     assert re.search(r"/3  learning_rate=1e\+20,seed=3  failed: .* at step 1; .* \(see .*logs\)", out)
     assert "runs.csv, runs.png are in" in out
 

@@ -309,13 +309,9 @@ def test_full_disk_is_one_line_and_the_run_resumes_later(undisturbed, tmp_path):
 
     Limits near the size of parameter files would not do: that size varies between saves."""
     command = " ".join([sys.executable, "-m", "attnlab.train", *runs.SMALL, f"--workdir={tmp_path}/run"])
-    done = subprocess.run(
-        ["bash", "-c", f"ulimit -f 10; exec {command}"],
-        cwd=runs.REPOSITORY,
-        env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"},  # its entries are larger, too
-        capture_output=True,
-        text=True,
-    )
+    command = ["bash", "-c", f"ulimit -f 10; exec {command}"]
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # its entries are larger, too
+    done = subprocess.run(command, cwd=runs.REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: a checkpoint cannot be written to") and done.stderr.count("\n") == 1
     out, _ = runs.process(tmp_path / "run").communicate(timeout=120)

@@ -79,12 +79,7 @@ def own_text_run(tmp_path_factory):
     """A finished run of one step on a text file, with byte-level BPE: its workdir, text, options and output."""
     folder = tmp_path_factory.mktemp("own-text")
     (folder / "mine.txt").write_text(SENTENCE * 200)
-    options = [
-        "--config.data.tokenizer=bpe",
-        "--config.data.vocab_size=280",
-        "--config.steps=1",
-        "--config.sample.length=1",
-    ]
+    options = runs.flags({"data.tokenizer": "bpe", "data.vocab_size": 280, "steps": 1, "sample.length": 1})
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert runs.run(folder / "run", f"--config.data.path={folder}/mine.txt", *options) == 0
     return folder / "run", folder / "mine.txt", options, printed.getvalue()

@@ -147,14 +147,12 @@ def markov_rows():
     }
 
     def made(condition="", curve=()):
-        return [
-            {"condition": name, "seed": seed, "step": 100 * look}
-            | dict(zip(markov.PREDICTORS, (value + 0.001 * seed for value in values)))
-            | {"uniform from bigram": 0.2, "unigram from bigram": 0.12}
-            for name, values_of_looks in (curves | ({condition: curve} if condition else {})).items()
-            for seed in range(2)
-            for look, values in enumerate(values_of_looks)
-        ]
+        of_conditions, rows = curves | ({condition: curve} if condition else {}), []
+        for name, seed, look in itertools.product(of_conditions, range(2), range(5)):
+            row = {"condition": name, "seed": seed, "step": 100 * look}
+            row |= dict(zip(markov.PREDICTORS, (value + 0.001 * seed for value in of_conditions[name][look])))
+            rows.append(row | {"uniform from bigram": 0.2, "unigram from bigram": 0.12})
+        return rows
 
     return made(), [
         made(markov.TWO, [start, risen, risen, risen, end]),

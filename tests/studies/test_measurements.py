@@ -110,24 +110,19 @@ def test_jacobian_norm_matches_autodiff(float64):
 
 
 def test_exponents_of_exact_powers_are_recovered():
-    rows = [
-        {"layer": "x", "n": n, "d": d, "k or r": r, "flops": 7 * n**2 * d * r**0.5}
-        for n in (1, 4, 16)
-        for d in (2, 8)
-        for r in (3, 9)
-    ]
+    sizes = itertools.product((1, 4, 16), (2, 8), (3, 9))
+    rows = [{"layer": "x", "n": n, "d": d, "k or r": r, "flops": 7 * n**2 * d * r**0.5} for n, d, r in sizes]
     np.testing.assert_allclose(complexity.exponents(rows)["x"], (2, 1, 0.5))
 
 
 @pytest.mark.slow
 def test_gru_flops_are_step_times_trips():
     """XLA counts a loop body once, so the study multiplies a step of a GRU; half its products are outside the loop."""
-    step, program = complexity.gru_step(8), complexity.compiled_for(*complexity.layer_call(complexity.GRU(), 16, 8))
-    assert complexity.count_flops(program) < 0.75 * 16 * complexity.count_flops(step), (
-        "if XLA counts trips itself, do not multiply"
-    )
+    program = complexity.compiled_for(*complexity.layer_call(complexity.GRU(), 16, 8))
+    of_program, of_step = map(complexity.count_flops, (program, complexity.gru_step(8)))
+    assert of_program < 0.75 * 16 * of_step, "if XLA counts trips itself, do not multiply"
     assert complexity.count_trips(program) == 16
-    assert complexity.count_flops(step) >= 6 * 2 * 8 * 8, "six matrices"
+    assert of_step >= 6 * 2 * 8 * 8, "six matrices"
 
 
 def test_sinusoidal_shift_is_a_rotation():
@@ -158,9 +153,8 @@ def test_temperatures_equal_the_polynomial_of_entropy():
 @pytest.mark.slow
 def test_bound_and_limit_hold_for_an_untrained_head():
     attend = jax.jit(dispersion.attend)
-    params = parameters(
-        dispersion.MODEL, np.zeros((1, 3), np.float32), np.zeros((1, 3), np.int32), np.full(1, 3), seed=1
-    )
+    values, classes = np.zeros((1, 3), np.float32), np.zeros((1, 3), np.int32)
+    params = parameters(dispersion.MODEL, values, classes, np.full(1, 3), seed=1)
     params["params"]["query"] *= np.float32(50)  # of vectors, `parameters` draws a tenth of normal numbers
     spread, limit = map(float, jax.jit(dispersion.logit_range)(params))
     for items in (4, 64, 2048):

@@ -20,28 +20,12 @@ SIZES = {  # of studies whose `Size` is their own
     "gradient_step": lambda size: size(2, 20),
     "rank": lambda size: size(2),
 }
-HELD = {  # the parts of a claim that hold with --fast; others need the full study
-    "alignment": None,  # all
-    "complexity": None,
-    "copying": (),
-    "dispersion": range(4),
-    "gradient_step": range(4),
-    "grokking": range(4),
-    "heads": (),
-    "induction": range(7),
-    "markov": (0, 3),
-    "norms": None,
-    "overwriting": range(3),
-    "positions": None,
-    "pruning": (),
-    "rank": range(6),
-    "recall": range(5),
-    "roles": (),
-    "scaling": None,
-    "sinks": range(4),
-    "state_tracking": range(3),
-    "training": None,
-}
+# The parts of a claim that hold with --fast, None for all; others need the full study.
+HELD = dict.fromkeys(("alignment", "complexity", "norms", "positions", "scaling", "training"))
+HELD |= dict.fromkeys(("copying", "heads", "pruning", "roles"), ())
+HELD |= {name: range(4) for name in ("dispersion", "gradient_step", "grokking", "sinks")}
+HELD |= {"induction": range(7), "markov": (0, 3), "overwriting": range(3), "rank": range(6), "recall": range(5)}
+HELD |= {"state_tracking": range(3)}
 COUNTEREXAMPLES = {  # changes of measured rows that refute a claim; `test_claims.py` has those of the other studies
     "alignment": lambda row: row | {"aligned": 0.9 * row["aligned"]},
     "complexity": lambda row: row | {"flops": row.get("flops") and row["flops"] * row["n"] ** 0.2},

@@ -17,11 +17,6 @@ from tests.parameters import parameters
 NAMES = ("adamw", "muon", "lion", "sgd")
 
 
-def changed(**fields):
-    """`config.optimizer` with other fields."""
-    return Optimizer(**fields)
-
-
 def rates(*runs):
     """The learning rates at 0 … steps of each (config, steps), by one program."""
     schedules = [(optimizers.learning_rate(config, steps), steps) for config, steps in runs]
@@ -48,24 +43,20 @@ def test_schedule_equals_its_formula_at_every_step(schedule):
     for steps in (1, 2, 3, 4, 50, 201, 2000):
         for warmup in {0, 1, int(rng.integers(2, 50)), 100}:
             for share in (0.0, 1.0, rng.random()) if schedule == "constant" else (0.2,):
-                fields = {
-                    "warmup_steps": warmup,
-                    "decay_fraction": share,
-                    "final_fraction": rng.choice([0.0, 0.1, 1.0]),
-                }
-                runs.append((changed(schedule=schedule, **fields), steps))
+                fields = {"warmup_steps": warmup, "decay_fraction": share}
+                last = rng.choice([0.0, 0.1, 1.0])
+                runs.append((Optimizer(schedule=schedule, final_fraction=last, **fields), steps))
     for (config, steps), found in zip(runs, rates(*runs), strict=True):
         expected = reference_rates(config, steps)
         # Float32 roundings of a count of up to 2000 over the steps, and of the rate.
-        np.testing.assert_allclose(
-            found, expected, rtol=1e-5, atol=1e-6 * config.learning_rate, err_msg=f"{config, steps}"
-        )
+        atol = 1e-6 * config.learning_rate
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=atol, err_msg=f"{config, steps}")
 
 
 def test_schedule_of_extended_run_switches_at_each_extension():
     extensions = [{"at_step": 20, "from_steps": 40, "to_steps": 60}, {"at_step": 60, "from_steps": 60, "to_steps": 80}]
 
-    configs = [changed(schedule=schedule) for schedule in ("cosine", "linear", "constant")]
+    configs = [Optimizer(schedule=schedule) for schedule in ("cosine", "linear", "constant")]
     runs = ((80, extensions), (40,), (60,), (80,))
     schedules = [optimizers.learning_rate(config, *run) for config in configs for run in runs]
     found = jax.jit(lambda counts: [rate(counts) for rate in schedules])(np.arange(90))
@@ -98,7 +89,7 @@ def two_updates(params, gradients):
 def _two_updates(params, gradients):
     found = {}
     for name in NAMES:
-        optimizer = optimizers.make(changed(name=name, **OF_ALL), 100, matrices=matrices_of(MODEL, TOKENS))
+        optimizer = optimizers.make(Optimizer(name=name, **OF_ALL), 100, matrices=matrices_of(MODEL, TOKENS))
         state, found[name] = optimizer.init(params), []
         for gradient in gradients:
             update, state = optimizer.update(gradient, state, params)
@@ -137,7 +128,7 @@ def test_updates_of_the_clipped_gradient_are_those_of_each_optimizers_paper(floa
     """Where a gradient is longer than `clip_norm`, and where it is not."""
     params, gradients = params_and_gradients()
     gradients = jax.tree.map(lambda x: scale * x, gradients)
-    updates, config = two_updates(params, gradients), changed(**OF_ALL)
+    updates, config = two_updates(params, gradients), Optimizer(**OF_ALL)
     norms = [np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(gradient))) for gradient in gradients]
     assert all((norm > config.clip_norm) == (scale == 1) for norm in norms)
     first, second = (
@@ -172,7 +163,7 @@ def orthogonalized(matrix):
 def test_muon_moves_each_projection_by_its_orthogonalized_gradient(float64):
     """The matrices of all heads together: [width, heads · head_dim] of queries, [heads · head_dim, width] of `out`."""
     params, gradients = params_and_gradients()
-    config = changed(**OF_ALL)
+    config = Optimizer(**OF_ALL)
     norms = [np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(gradient))) for gradient in gradients]
     assert min(norms) > config.clip_norm
     first, second = (jax.tree.map(lambda x, n=n: x / n * config.clip_norm, g) for g, n in zip(gradients, norms))
@@ -213,7 +204,7 @@ def test_muon_leaves_embeddings_norms_biases_and_depthwise_kernels_to_adamw(floa
 @pytest.mark.parametrize("matrices", [None, {}])
 def test_muon_without_matrices_is_one_line(matrices):
     with pytest.raises(UserError, match="'muon', and the matrices"):
-        optimizers.make(changed(name="muon"), 100, matrices=matrices)
+        optimizers.make(Optimizer(name="muon"), 100, matrices=matrices)
 
 
 def test_half_life_in_tokens_halves_a_gradients_weight_whatever_the_batch():

@@ -165,9 +165,8 @@ def test_windows_of_131072_tokens_train_over_fsdp_and_context(tmp_path, window):
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    first, second = (
-        record["loss"] for record in metrics.read(tmp_path / "metrics.jsonl") if record["split"] == "train"
-    )
+    records = metrics.read(tmp_path / "metrics.jsonl")
+    first, second = (record["loss"] for record in records if record["split"] == "train")
     assert second < first < 5
 
 
@@ -200,7 +199,6 @@ def test_size_that_devices_do_not_divide_names_the_nearest_that_they_do(fields, 
         (("mesh", -1, 3), "fsdp = 3"),
         (("mesh", -1, 0), "fsdp = 0"),
         (("pmap", -1, 2), "fsdp = 2"),
-        (("mesh", -1, 1, 8), "tensor = 8"),
         (("mesh", -1, 2, 4), "tensor = 4"),
     ],
     ids=str,
@@ -208,15 +206,3 @@ def test_size_that_devices_do_not_divide_names_the_nearest_that_they_do(fields, 
 def test_make_with_a_size_that_the_devices_have_not_raises(arguments, message):
     with pytest.raises(UserError, match=rf"mesh\.{message}, .*4 devices"):
         parallel.make(*arguments)
-
-
-def test_eval_step_sums_over_all_devices():
-    batch = TrainBatches(TOKENS, context=16, batch_size=8, seed=0)[0]
-    for name in AXES:
-        on = parallel.make(*LAYOUTS[name])
-        compiled = on.compile_eval(
-            lambda params, batch, axis_name=None: (
-                jax.lax.psum(batch.weight.sum(), axis_name) if axis_name else batch.weight.sum()
-            )
-        )
-        assert float(compiled(on.create_state(lambda: {"w": np.ones(2, np.float32)}), on.place_batch(batch))) == 8

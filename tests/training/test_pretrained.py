@@ -16,7 +16,7 @@ from attnlab.data import published, tokenizers
 from attnlab.interop.huggingface import from_hf, save_hf
 from attnlab.nn import GPT
 from tests.parameters import parameters
-from tests.runs import REPOSITORY, CrashError, crash_at, records
+from tests.runs import REPOSITORY, CrashError, crash_at, flags, records
 from tests.texts import TEXT
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
@@ -42,20 +42,13 @@ def gpt2(tmp_path_factory):
 
 def options(source, text, **changes):
     fields = {
-        **({"init_from": source} if source else {}),
-        "data.path": text,
-        "steps": 4,
-        "batch_size": 8,
-        "optimizer.accumulation": 1,
-        "optimizer.warmup_steps": 0,
-        "eval.windows": 4,
-        "sample.length": 0,
-        "model.context": 32,
-        "log.tensorboard": False,
+        "data.path": text, "steps": 4, "batch_size": 8, "optimizer.accumulation": 1, "optimizer.warmup_steps": 0,
+        "eval.windows": 4, "sample.length": 0, "model.context": 32, "log.tensorboard": False, "parallel.mesh.data": 1,
         "log.peak_tflops": 1,  # else it is measured
-        "parallel.mesh.data": 1,
-    } | {name.replace("__", "."): value for name, value in changes.items()}
-    return [f"--config={REPOSITORY}/configs/gpt2_finetune.py", *(f"--config.{k}={v}" for k, v in fields.items())]
+    }  # fmt: skip
+    fields |= {"init_from": source} if source else {}
+    fields |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"--config={REPOSITORY}/configs/gpt2_finetune.py", *flags(fields)]
 
 
 def finetune(source, text, workdir, **changes):
