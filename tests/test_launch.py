@@ -86,18 +86,22 @@ def two(tmp_path_factory):
     return workdir
 
 
+NO_MPI = pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed (Debian: openmpi-bin)")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    "launcher, options",
     [
-        {"parallel.mesh.fsdp": 2},
-        pytest.param({"parallel.mesh.context": 2}, marks=pytest.mark.campaign),
-        pytest.param({"parallel.strategy": "pmap"}, marks=pytest.mark.campaign),
+        ("local.sh", {"parallel.mesh.fsdp": 2}),
+        pytest.param("mpi.sh", {}, marks=NO_MPI),
+        pytest.param("local.sh", {"parallel.mesh.context": 2}, marks=pytest.mark.campaign),
+        pytest.param("local.sh", {"parallel.strategy": "pmap"}, marks=pytest.mark.campaign),
     ],
     ids=str,
 )
-def test_two_local_processes_equal_one(alone, tmp_path, options):
-    code, out = run(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", FIELDS | options))
+def test_two_processes_equal_one(alone, tmp_path, launcher, options):
+    code, out = run(LAUNCH / launcher, 2, *arguments(tmp_path / "run", FIELDS | options))
     assert code == 0, out
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(alone), rtol=1e-6)
     assert [r["step"] for r in records(tmp_path / "run")] == [r["step"] for r in records(alone)]
@@ -226,14 +230,6 @@ def test_contradictory_environment_is_one_line(tmp_path, capsys, monkeypatch):
     assert err.startswith("error: JAX_NUM_PROCESSES=two, JAX_PROCESS_ID=0: ") and err.count("\n") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed (Debian: openmpi-bin)")
-def test_two_mpi_ranks_equal_one_process(alone, tmp_path):
-    code, out = run(LAUNCH / "mpi.sh", 2, *arguments(tmp_path / "run"))
-    assert code == 0, out
-    np.testing.assert_allclose(losses(tmp_path / "run"), losses(alone), rtol=1e-6)
-
-
 DAEMONS = ("munged", "slurmctld", "slurmd")
 
 
@@ -318,12 +314,9 @@ class Job:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    def state(self):
-        return re.search(r"JobState=(\w+)", self.command("scontrol", "show", "job", self.number))[1]
-
-    def wait(self, *states, within=180):
+    def wait(self, state, within=180):
         deadline = time.monotonic() + within
-        while (now := self.state()) not in states:
+        while f"JobState={state} " not in (now := self.command("scontrol", "show", "job", self.number)):
             assert time.monotonic() < deadline, f"{now}: {self.output.read_text()[-2000:]}"
             time.sleep(0.5)
 

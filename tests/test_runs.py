@@ -19,12 +19,9 @@ def write(folder, *records):
 
 @pytest.fixture
 def two(tmp_path):
-    write(
-        tmp_path / "a",
-        {"step": 1, "split": "train", "loss": 3.0, "grad_norm": None},
-        {"step": 2, "split": "val", "loss": 2.0},
-        {"step": 2, "split": "final", "loss": 2.0, "params_sha256": "ab"},
-    )
+    first = {"step": 1, "split": "train", "loss": 3.0, "grad_norm": None}
+    last = {"step": 2, "split": "final", "loss": 2.0, "params_sha256": "ab"}
+    write(tmp_path / "a", first, {"step": 2, "split": "val", "loss": 2.0}, last)
     write(tmp_path / "b", {"step": 2, "split": "val", "loss": 1.5, "tokens": 64})
     return tmp_path
 

@@ -38,36 +38,24 @@ def random_layer(rng, width, hidden=6):
 
 def brute_force(x, layers, kind, digits=120):
     """log10 of the relative distance after each layer, in decimals of so many digits, of X itself."""
-
-    def product(a, b):
-        return [[sum((p * q for p, q in zip(row, column)), Decimal(0)) for column in zip(*b)] for row in a]
-
-    def plus(a, b):
-        return [[p + q for p, q in zip(*rows)] for rows in zip(a, b)]
+    exact = np.frompyfunc(lambda value: Decimal(float(value)), 1, 1)  # arrays of objects have NumPy's operators
 
     def size(a):
-        return (max(sum(map(abs, c)) for c in zip(*a)) * max(sum(map(abs, r)) for r in a)).sqrt()
-
-    def exact(a):
-        return [[Decimal(float(value)) for value in row] for row in a]
+        return (abs(a).sum(0).max() * abs(a).sum(1).max()).sqrt()
 
     with localcontext() as context:
         context.prec, logs = digits, []
         x = exact(x)
         for layer in layers:
             query_key, value_out, up, down = map(exact, layer)
-            p = []
-            for i, logits in enumerate(product(product(x, query_key), [list(column) for column in zip(*x)])):
-                seen = [v.exp() if kind != rank.CAUSAL or j <= i else Decimal(0) for j, v in enumerate(logits)]
-                p.append([v / sum(seen) for v in seen])
-            attended = product(product(p, x), value_out)
-            x = plus(x, attended) if kind in (rank.SKIPS, rank.BOTH) else attended
+            p = np.frompyfunc(Decimal.exp, 1, 1)(x @ query_key @ x.T)
+            p = p * exact(np.tri(len(x))) if kind == rank.CAUSAL else p
+            attended = p / p.sum(1, keepdims=True) @ x @ value_out
+            x = x + attended if kind in (rank.SKIPS, rank.BOTH) else attended
             if kind in (rank.MLPS, rank.BOTH):
-                fed = product([[max(v, Decimal(0)) for v in row] for row in product(x, up)], down)
-                x = plus(x, fed) if kind == rank.BOTH else fed
-            mean = [sum(column) / len(x) for column in zip(*x)]
-            rest = [[v - m for v, m in zip(row, mean)] for row in x]
-            logs.append(float((size(rest) / size(x)).log10()))
+                fed = np.maximum(x @ up, Decimal(0)) @ down
+                x = x + fed if kind == rank.BOTH else fed
+            logs.append(float((size(x - x.sum(0) / len(x)) / size(x)).log10()))
     return logs
 
 

@@ -1,21 +1,17 @@
 """The study command: output files, error messages, and the verdict of each study."""
 
 import csv
-import importlib
 import re
-import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnlab import plots
 from attnlab._studies import scaling
 from attnlab.study import __main__ as study
 from attnlab.study import registry
 from attnlab.study.report import Interval, Verdict
 from attnlab.support import progress
-from attnlab.support.errors import UserError
 
 
 def run(*argv):
@@ -29,9 +25,8 @@ def test_unknown_study_suggests_and_lists_names(mistake):
     )
 
 
-@pytest.mark.parametrize("help_flag", [[], ["scaling", "--help"]])
-def test_help_lists_every_claim(capsys, help_flag):
-    assert run(*help_flag) == 0
+def test_help_lists_every_claim(capsys):
+    assert run() == 0
     assert "Dividing q·k by √d_k" in capsys.readouterr().out
 
 
@@ -39,14 +34,11 @@ def test_help_lists_every_claim(capsys, help_flag):
     ("options", "message"),
     [
         (["scaling", "--fats"], "Unknown command line flag 'fats'. Did you mean: fast ? (see --help)\n"),
-        (["scaling", "--out={}/file"], "/file is a file"),
-        (["scaling", "--out={}/file/out"], "cannot be written (Not a directory)"),
         (["scaling", "--path=quijote.txt"], "--path=quijote.txt: scaling does not train on a text: remove this flag\n"),
         (["heads", "--fast", "--out={}/new", "--path=nowhere.txt"], "data.path = 'nowhere.txt': no such file"),
     ],
 )
 def test_bad_option_is_one_line(tmp_path, mistake, options, message):
-    (tmp_path / "file").write_text("mine")
     assert message in mistake(study.main, *(option.format(tmp_path) for option in options))
 
 
@@ -77,12 +69,6 @@ def test_short_text_is_one_line_before_any_training(tmp_path, mistake, name, tok
     assert f"is shorter than {tokens} tokens" in line
 
 
-def test_missing_matplotlib_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"^a figure needs matplotlib: pip install 'attnlab\[plots\]'$"):
-        importlib.reload(plots)
-
-
 def test_verdict_holds_only_if_every_part_does():
     assert Verdict.of((True, "a"), (np.True_, "b")).held
     assert str(Verdict.of((True, "a"), (False, "b"))) == "the claim does not hold\n  held    a\n  failed  b"
@@ -98,10 +84,10 @@ def test_interval_is_that_of_students_t():
     assert str(Interval.of([2.0])) == "2.000 (one seed)"
 
 
-@pytest.mark.parametrize("values", [[], np.ones((2, 3))], ids=["none", "matrix"])
-def test_interval_of_no_values_or_a_matrix_is_one_line(values):
-    with pytest.raises(ValueError, match="values have shape"):
-        Interval.of(values)
+def test_interval_of_no_values_or_a_matrix_is_one_line():
+    for values in ([], np.ones((2, 3))):
+        with pytest.raises(ValueError, match="values have shape"):
+            Interval.of(values)
 
 
 def test_every_study_states_a_claim_and_has_all_parts():

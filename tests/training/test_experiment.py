@@ -33,13 +33,10 @@ class Small(nn.Module):
 
 
 def experiment(strategy="mesh", name="adamw", model=None, **fields):
-    config = configs.default()
-    config.model.update(num_layers=1, width=16, context=8, dropout=0.2)
-    config.steps, config.batch_size, config.optimizer.name = 4, 4, name
-    config.update_from_flattened_dict(fields)
-    devices = 4 if strategy == "pmap" else 1
-    config = run.resolve(config).config
-    return Experiment(config, vocab_size=31, model=model, parallel=parallel.make(strategy, devices))
+    sizes = {"model.num_layers": 1, "model.width": 16, "model.context": 8, "model.dropout": 0.2, "batch_size": 4}
+    config = run.resolve(configs.RunConfig.of({**sizes, "steps": 4, "optimizer.name": name, **fields})).config
+    on = parallel.make(strategy, 4 if strategy == "pmap" else 1)
+    return Experiment(config, vocab_size=31, model=model, parallel=on)
 
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)

@@ -95,11 +95,9 @@ def test_events_do_not_import_pytorch(tmp_path):
 
 
 def test_events_on_a_full_disk_are_given_up_in_one_line_and_stop_nothing(tmp_path, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     log = metrics.MetricsLog(tmp_path / "metrics.jsonl", trackers=[TensorBoard(tmp_path / "events")])
     log.write(step=1, split="train", loss=2.0)
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr("tensorboardX.record_writer.RecordWriter.write", full)
     for step in range(2, 40):  # more than any queue holds
         log.write(step=step, split="train", loss=2.0)

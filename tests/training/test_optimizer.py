@@ -123,17 +123,22 @@ def test_stacked_layers_get_the_same_updates(float64):
                 np.testing.assert_allclose(leaf, flat(update)[path], atol=atol, err_msg=name + path)
 
 
+def clipped(gradients):
+    """The gradients, shortened to `clip_norm` where they are longer, and the norms that they had."""
+    norms = [np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(gradient))) for gradient in gradients]
+    shares = [max(1, norm / Optimizer().clip_norm) for norm in norms]
+    return [jax.tree.map(lambda x, n=n: x / n, gradient) for gradient, n in zip(gradients, shares)], norms
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 def test_updates_of_the_clipped_gradient_are_those_of_each_optimizers_paper(float64, scale):
     """Where a gradient is longer than `clip_norm`, and where it is not."""
     params, gradients = params_and_gradients()
     gradients = jax.tree.map(lambda x: scale * x, gradients)
     updates, config = two_updates(params, gradients), Optimizer(**OF_ALL)
-    norms = [np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(gradient))) for gradient in gradients]
+    gradients, norms = clipped(gradients)
     assert all((norm > config.clip_norm) == (scale == 1) for norm in norms)
-    first, second = (
-        g["block_1"]["mlp"]["up"]["kernel"] / max(1, n / config.clip_norm) for g, n in zip(gradients, norms)
-    )
+    first, second = (gradient["block_1"]["mlp"]["up"]["kernel"] for gradient in gradients)
     b1, b2 = config.b1, config.b2
     directions = {
         "adamw": [
@@ -163,11 +168,9 @@ def orthogonalized(matrix):
 def test_muon_moves_each_projection_by_its_orthogonalized_gradient(float64):
     """The matrices of all heads together: [width, heads · head_dim] of queries, [heads · head_dim, width] of `out`."""
     params, gradients = params_and_gradients()
-    config = Optimizer(**OF_ALL)
-    norms = [np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(gradient))) for gradient in gradients]
-    assert min(norms) > config.clip_norm
-    first, second = (jax.tree.map(lambda x, n=n: x / n * config.clip_norm, g) for g, n in zip(gradients, norms))
-    b = config.muon_momentum
+    (first, second), norms = clipped(gradients)
+    assert min(norms) > Optimizer().clip_norm
+    b = Optimizer().muon_momentum
     # Nesterov's momentum, each sum over its weights (Dozat 2016).
     ahead = jax.tree.map(lambda x, y: b * (b * x + y) / (1 - b**3) + y / (1 - b**2), first, second)
     for n, (direction, updates) in enumerate(zip((first, ahead), two_updates(params, gradients)["muon"]), 1):

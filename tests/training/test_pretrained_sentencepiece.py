@@ -60,12 +60,6 @@ def test_completions_continue_their_prompts(llama, stop):
         assert done.stopped_by == ("stop" if stop and " " in whole else "max_tokens")
 
 
-def test_score_is_of_the_tokens_of_the_text(llama):
-    run = attnlab.load(llama)
-    (one,) = attnlab.score(run, [VERSE])
-    assert one.tokens == len(run.tokenizer.encode(VERSE)) - 1 and np.isfinite(one.bits_per_byte)
-
-
 def test_run_from_a_llama_keeps_its_tokenizer(llama, tmp_path):
     (tmp_path / "text.txt").write_text(VERSE * 30)
     assert finetune(llama, tmp_path / "text.txt", tmp_path / "run", steps=1) == 0

@@ -1,5 +1,7 @@
 """Which steps a trace is of, and that a run goes on where none can be made."""
 
+from unittest import mock
+
 import jax
 import pytest
 
@@ -44,10 +46,8 @@ def test_trace_is_of_the_steps_that_are_left(profiler_calls, tmp_path, asked, st
 
 @pytest.mark.parametrize("broken", ["start_trace", "stop_trace"])
 def test_trace_that_fails_is_told_in_one_line(profiler_calls, monkeypatch, tmp_path, broken):
-    def fail(*_):
-        raise RuntimeError("Only one profile may be run at a time.\nmore")
-
-    monkeypatch.setattr(jax.profiler, broken, fail)
+    error = RuntimeError("Only one profile may be run at a time.\nmore")
+    monkeypatch.setattr(jax.profiler, broken, mock.Mock(side_effect=error))
     lines = []
     with Profiler((1, 1), 0, tmp_path, lines.append) as profiler, profiler.step(1):
         pass
