@@ -1,5 +1,6 @@
 """The operator on every backend, forward and backward, compiled for every generation of TPU and for H100s."""
 
+import collections
 import functools
 import re
 
@@ -17,7 +18,6 @@ from attnlab.score_mods import ALiBi, Forget, ScoreFn, SoftCap, alibi_slopes
 GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x", "h100")
 KERNELS = {"tpu": "splash", "gpu": "fmha"}
 MOVES = ("all-gather", "all-to-all", "collective-permute")  # a gradient of shared arrays may be summed
-
 
 WHOLE = P()
 
@@ -39,32 +39,26 @@ def mesh_of(topology, shape=(1, 1), names=("data", "tensor"), kind=AxisType.Auto
     return Mesh(devices, names, axis_types=(kind,) * 2)
 
 
+# Batch size and length, where memory is compared with that of twice the length; what fits a v5e's VMEM is not counted.
+LINEAR = {("v5e", "auto"): (16, 8192), ("v5e", "blockwise"): (2, 4096), ("h100", "auto"): (16, 8192)}
+
+
 @pytest.mark.parametrize(
     "name, impl",
     [*((name, "auto") for name in GENERATIONS), ("v5e", "blockwise"), ("h100", "blockwise"), ("v5e", "dense")],
 )
-def test_every_backend_compiles_forward_and_backward(name, impl, topology, compiled):
-    chip = topology(name)
-    length = 256 if impl == "dense" else 1024
-    tiles = (256, 256) if impl == "blockwise" else None
-    text, program = compiled(gradients(mask=Causal(), impl=impl, block_sizes=tiles), *inputs(mesh_of(chip), length))
-    has_kernels = any(KERNELS[chip.platform] in kernel for kernel in program.kernels)
-    assert has_kernels == (impl == "auto")
-    if impl == "blockwise":
-        assert not program.kernels
-    if impl != "dense":
-        assert not re.search(rf"\[(\d+,)*{length},{length}\]", text)  # no array of all scores
-
-
-@pytest.mark.parametrize("name, impl", [("v5e", "auto"), ("v5e", "blockwise"), ("h100", "auto")])
-def test_memory_is_linear_in_the_length(name, impl, topology, compiled):
-    mesh = mesh_of(topology(name))
-    batch, shorter = (16, 8192) if impl == "auto" else (2, 4096)  # what fits a v5e's VMEM is not counted: much more
-    sizes = []
-    for length in (shorter, 2 * shorter):
-        given = inputs(mesh, length, batch=batch)
-        sizes.append(compiled(gradients(mask=Causal(), impl=impl), *given)[1].temporaries)
-    assert 0 < sizes[1] <= 2.1 * sizes[0]
+def test_every_backend_compiles_forward_and_backward_in_linear_memory(name, impl, topology, compiled):
+    chip, is_compared, sizes = topology(name), (name, impl) in LINEAR, []
+    batch, shorter = LINEAR.get((name, impl), (2, 256 if impl == "dense" else 1024))
+    tiles = (256, 256) if impl == "blockwise" and not is_compared else None
+    for length in (shorter, 2 * shorter)[: 1 + is_compared]:
+        arrays = inputs(mesh_of(chip), length, batch=batch)
+        text, program = compiled(gradients(mask=Causal(), impl=impl, block_sizes=tiles), *arrays)
+        sizes.append(program.temporaries)
+        assert any(KERNELS[chip.platform] in kernel for kernel in program.kernels) == (impl == "auto")
+        assert impl != "blockwise" or not program.kernels
+        assert impl == "dense" or not re.search(rf"\[(\d+,)*{length},{length}\]", text)  # no array of all scores
+    assert not is_compared or 0 < sizes[1] <= 2.1 * sizes[0]
 
 
 TERMS = {
@@ -129,11 +123,6 @@ def test_segments_and_sinks_of_sharded_calls_are_split_with_them(topology, compi
     assert program.kernels and not set(program.collectives) & set(MOVES)
 
 
-def test_a_cudnn_that_is_named_compiles_from_a_cpu(topology, compiled):
-    _, program = compiled(gradients(mask=Causal(), impl="cudnn"), *inputs(mesh_of(topology("h100")), 256))
-    assert sum(program.kernels.values()) == 2  # forward and backward
-
-
 def cudnn_calls(text):
     """(mask type, operand types) of cuDNN's calls in an HLO text."""
     calls = [line for line in text.splitlines() if "custom_call_target=" in line and "fmha" in line]
@@ -143,13 +132,24 @@ def cudnn_calls(text):
 
 
 @pytest.mark.parametrize("name, batch", [("h100", 2), ("h100:4", 1)])
-def test_padding_reaches_a_cudnn_that_is_named(name, batch, topology, compiled):
+def test_padding_reaches_a_cudnn_that_is_named_from_a_cpu(name, batch, topology, compiled):
     mask = Causal() & Padding(np.array([100, 0]))
     arrays = inputs(mesh_of(topology(name), (2 // batch,) * 2), 256, P("data", None, "tensor"))
     text, program = compiled(gradients(mask=mask, impl="cudnn"), *arrays)
     for mask_type, operands in cudnn_calls(text):
         assert mask_type == "PADDING_CAUSAL" and operands.count(f"s32[{batch}]") == 2  # lengths of queries and of keys
-    assert sum(program.kernels.values()) == 2
+    assert sum(program.kernels.values()) == 2  # forward and backward
+
+
+def test_gathered_keys_are_gathered_again_for_the_gradient(topology, compiled):
+    """The sequence is split over the chips of a slice."""
+    mesh = mesh_of(topology("v5p:4x4x8"), (32, 4), ("data", "context"))
+    arrays = inputs(mesh, 8192, P("data", "context"), batch=32, heads=(8, 8, 8))
+    with attnlab.context_parallel("context"):
+        text, _ = compiled(gradients(mask=Causal()), *arrays)
+    found = collections.Counter(re.findall(r"= .*? (all-gather|all-reduce|reduce-scatter)(?:-start)?\(", text))
+    # XLA may compile a reduce-scatter as an all-reduce of which each device takes its part.
+    assert found["all-gather"] == 4 and found["reduce-scatter"] + found["all-reduce"] == 2, found
 
 
 # Masks and score mods as Mosaic's kernels take them: functions of arrays, and the shapes of these.
@@ -210,10 +210,8 @@ def placed(mesh, shapes):
         ("none", "soft cap of an array", 128),
         ("window", "alibi, soft cap", 64),
         ("documents", "forget", 128),
-        ("documents", "forget", 64),
         ("padding, prefix", "soft cap of an array", 64),
         ("algebra", "none", 128),
-        ("blocks", "none", 64),
         ("blocks", "alibi, soft cap", 128),
         ("function", "function", 64),
         ("function", "function", 128),
@@ -224,7 +222,10 @@ def test_mosaic_compiles_masks_and_score_mods_forward_and_backward(mask, mod, si
     function, *shapes = through_mosaic(mask, mod, has_sinks=size == 64)
     mesh = mesh_of(topology("h100"))
     arrays = inputs(mesh, LENGTH, heads=(HEADS, 2, 2), head_dim=size)
-    text, program = compiled(function, *arrays, *(placed(mesh, x) for x in shapes))
+    assert_mosaic(*compiled(function, *arrays, *(placed(mesh, x) for x in shapes)))
+
+
+def assert_mosaic(text, program):
     assert sum(count for name, count in program.custom_calls.items() if "mosaic" in name) == 3, program.custom_calls
     assert not re.search(rf"\[(\d+,)*{LENGTH},{LENGTH}\]", text)  # no array of all scores
 
@@ -241,5 +242,6 @@ def test_mosaic_on_a_mesh_keeps_batch_and_heads_where_they_are(mask, mod, is_man
     if is_manual:
         specs = jax.tree.map(lambda x: x.sharding.spec, arrays)
         function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=specs[:4], check_vma=False)
-    _, program = compiled(function, *arrays)
-    assert any("mosaic" in name for name in program.custom_calls) and not set(program.collectives) & set(MOVES)
+    text, program = compiled(function, *arrays)
+    assert_mosaic(text, program)
+    assert not set(program.collectives) & set(MOVES)

@@ -58,6 +58,17 @@ def test_training_step_compiles_for_tpus_along_every_axis(name, axes, training_s
         assert set(program.collectives) == {"all-reduce"}
 
 
+# A decoder, and the shapes of its parameters.
+MODEL = GPT.of(vocab_size=64, num_layers=2, num_heads=2, width=32, context=128, dtype=jnp.bfloat16)
+PARAMS = jax.eval_shape(MODEL.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+
+
+def on_one_chip(topology, shapes):
+    mesh = Mesh(np.array(topology.devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+    place = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
+    return jax.tree.map(lambda x: place(x.shape, x.dtype), shapes)
+
+
 def step_on_h100s(training_step, devices=8, **mesh):
     config = CONFIGS["gpt2"]()
     config.model.update(num_layers=6, width=512, num_heads=8, context=512, vocab_size=12288, remat="none")
@@ -127,30 +138,20 @@ def test_logits_are_held_once_in_bfloat16_or_in_chunks(batch, training_step):
 
 @pytest.mark.parametrize("name", ["v5e", "h100"])
 def test_decode_step_compiles_with_a_cache_for_the_context(name, topology, compiled):
-    model = GPT.of(vocab_size=64, num_layers=2, num_heads=2, width=32, context=128, dtype=jnp.bfloat16)
-    mesh = Mesh(np.array(topology(name).devices[:1]), ("x",), axis_types=(AxisType.Auto,))
-    place = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
-    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     token, key = jnp.zeros(1, jnp.int32), drawing.keys(seed=0, num_samples=1)
-    state = jax.eval_shape(lambda: loop.State(token, model.init_caches(1), key, token, jnp.ones(1, bool)))
-    params, state = jax.tree.map(lambda x: place(x.shape, x.dtype), (params, state))
-    draw = drawing.Draw(temperature=0.8, vocab_size=model.config.vocab_size)
+    state = jax.eval_shape(lambda: loop.State(token, MODEL.init_caches(1), key, token, jnp.ones(1, bool)))
+    draw = drawing.Draw(temperature=0.8, vocab_size=MODEL.config.vocab_size)
 
     def decode(params, state):
-        return loop.decode_ahead(model, draw, (), params, state, loop.AHEAD, loop.AHEAD)
+        return loop.decode_ahead(MODEL, draw, (), params, state, loop.AHEAD, loop.AHEAD)
 
-    _, program = compiled(decode, params, state)
-    assert program.arguments > 2 * sum(x.size for x in jax.tree.leaves(params))
+    _, program = compiled(decode, *on_one_chip(topology(name), (PARAMS, state)))
+    assert program.arguments > 2 * sum(x.size for x in jax.tree.leaves(PARAMS))
 
 
 @pytest.mark.parametrize("platform, name, tokens", [("tpu", "v5e", 128), ("cuda", "h100", 1)])
 def test_exported_step_compiles_where_it_is_to_run(platform, name, tokens, topology, compiled):
-    model = GPT.of(vocab_size=64, num_layers=2, num_heads=2, width=32, context=128, dtype=jnp.bfloat16)
-    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    exported = export.deserialize(export_step(model, params, tokens=tokens, platforms=platform).serialize())
-    mesh = Mesh(np.array(topology(name).devices[:1]), ("x",), axis_types=(AxisType.Auto,))
-    here = NamedSharding(mesh, P())
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for x in exported.in_avals]
-    arguments, _ = jax.tree.unflatten(exported.in_tree, shapes)
+    exported = export.deserialize(export_step(MODEL, PARAMS, tokens=tokens, platforms=platform).serialize())
+    arguments, _ = jax.tree.unflatten(exported.in_tree, on_one_chip(topology(name), list(exported.in_avals)))
     _, program = compiled(exported.call, *arguments)
-    assert program.arguments > 2 * sum(x.size for x in jax.tree.leaves(params))
+    assert program.arguments > 2 * sum(x.size for x in jax.tree.leaves(PARAMS))

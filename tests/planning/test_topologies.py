@@ -89,21 +89,13 @@ def found(*names):
 
 
 @pytest.mark.hardware
-def test_tpu_slices_have_as_many_devices_as_jax_sees():
+def test_tpu_slices_have_as_many_devices_as_jax_sees_or_are_refused_in_one_line():
     pytest.importorskip("libtpu")
-    devices = {
-        "v4": 1, "v4:2x2x1": 4, "v5e:4x4": 16, "v5p:2x2x2": 8, "v6e": 1, "tpu7x": 2, "tpu7x:2x2x1": 8,
-    }  # fmt: skip
-    assert {name: one[:2] for name, one in found(*devices).items()} == {
-        name: ["tpu", count] for name, count in devices.items()
-    }
-
-
-@pytest.mark.hardware
-def test_slice_that_the_compiler_refuses_is_one_line():
-    pytest.importorskip("libtpu")
-    message = found("v5e:3x3")["v5e:3x3"]
+    devices = {"v4": 1, "v4:2x2x1": 4, "v5e:4x4": 16, "v5p:2x2x2": 8, "v6e": 1, "tpu7x": 2, "tpu7x:2x2x1": 8}
+    slices = found(*devices, "v5e:3x3")
+    message = slices.pop("v5e:3x3")
     assert message.startswith("--topology=v5e:3x3 is refused by its compiler") and "not divisible" in message
+    assert {name: one[:2] for name, one in slices.items()} == {name: ["tpu", n] for name, n in devices.items()}
 
 
 @pytest.mark.hardware
