@@ -268,9 +268,9 @@ def test_parts_have_the_tokens_of_the_whole(kind, added, text, cuts):
     assert list(itertools.chain(*ids)) == tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
 
 
-@pytest.mark.parametrize("pattern", ["Fin.\n\nUna vida, ", "Fin.\nFin.\n", "12345\n 6 '' 's "])
-def test_words_with_new_lines_are_not_cut(tmp_path, pattern):
-    """A full stop and the new lines behind it are one word of Llama 3's and Qwen's."""
+@pytest.mark.parametrize("pattern", ["Fin.\n\nUna vida, ", "Fin.\nFin.\n", "12345\n 6 '' 's ", "vivi\u0301a "])
+def test_words_and_composed_characters_are_not_cut(tmp_path, pattern):
+    """A full stop and the new lines behind it are one word of Llama 3's and Qwen's, which compose characters (NFC)."""
     tokenizer = read(byte_level(), tmp_path)
     text = pattern * (120_000 // len(pattern))
     assert tokenizer.kind == "bpe"

@@ -18,18 +18,9 @@ import pytest
 from attnlab.interop.huggingface import from_hf
 from attnlab.nn import GPT
 
-SIZES = {
-    "vocab_size": 67,
-    "hidden_size": 48,
-    "intermediate_size": 100,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SIZES = {"vocab_size": 67, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256}
+SIZES |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 # Odd sizes; three layers, so that a pattern of two is not a whole number of times in them.
 OTHER = {"vocab_size": 131, "hidden_size": 30, "intermediate_size": 77, "num_hidden_layers": 3}
 OTHER |= {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 14}
@@ -75,20 +66,10 @@ PEERS = {
     "qwen3_next-2": (
         "Qwen3Next",
         OTHER
-        | {
-            "num_experts": 4,
-            "mlp_only_layers": [0, 1, 2],
-            "layer_types": [RECURRENT, GLOBAL, RECURRENT],
-            "linear_num_key_heads": 3,
-            "linear_key_head_dim": 4,
-            "linear_num_value_heads": 3,
-            "linear_value_head_dim": 10,
-            "linear_conv_kernel_dim": 3,
-            "attention_bias": True,
-            "rope_parameters": PART | {"partial_rotary_factor": 0.3},
-            "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-4,
-        },
+        | {"num_experts": 4, "mlp_only_layers": [0, 1, 2], "layer_types": [RECURRENT, GLOBAL, RECURRENT]}
+        | {"linear_num_key_heads": 3, "linear_key_head_dim": 4, "linear_num_value_heads": 3}
+        | {"linear_value_head_dim": 10, "linear_conv_kernel_dim": 3, "attention_bias": True, "rms_norm_eps": 1e-4}
+        | {"rope_parameters": PART | {"partial_rotary_factor": 0.3}, "tie_word_embeddings": True},
     ),
     "olmo_hybrid": ("OlmoHybrid", DELTA | NO_POSITIONS | {"layer_types": [RECURRENT, GLOBAL]}),
     "olmo_hybrid-2": ("OlmoHybrid", OTHER | {"linear_allow_neg_eigval": False, "attention_bias": True}),

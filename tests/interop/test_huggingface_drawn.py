@@ -114,15 +114,8 @@ VALUES_OF = {
     "olmo_hybrid": DELTA_VALUES
     | {"linear_num_key_heads": [2, 1, None], "linear_num_value_heads": [4, 8, None]}
     | {"rope_parameters": [NO_POSITIONS["rope_parameters"], {"rope_theta": None}, None, *SCALES]},
-    "mamba2": {
-        "conv_kernel": [4, 2, 1],
-        "expand": [2, 2, 1, 4],
-        "head_dim": [8, 4, 16],
-        "hidden_act": SILU,
-        "n_groups": [2, 1, 4],
-        "num_heads": [4, 4, 2, 8],
-        "time_step_limit": LIMITS,
-    },
+    "mamba2": {"conv_kernel": [4, 2, 1], "expand": [2, 2, 1, 4], "head_dim": [8, 4, 16], "hidden_act": SILU}
+    | {"n_groups": [2, 1, 4], "num_heads": [4, 4, 2, 8], "time_step_limit": LIMITS},
     "bamba": {
         "attn_layer_indices": [None, [], [0], [1], [0, 1], [1, 9]],
         "hidden_act": SILU,

@@ -1,16 +1,21 @@
-"""Every family of transformers' models: in, out, and decoding.
+"""Every family of transformers' models: in, out, decoding, and after fine-tuning.
 
 Beside answers of transformers that are kept, for Pythons without torch, and beside transformers where it is installed.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import attnlab
 from attnlab import sample
-from attnlab.interop.huggingface import from_hf, save_hf, to_hf
+from attnlab.data import tokenizers
+from attnlab.interop.huggingface import from_hf, make_model, save_hf, to_hf
 from attnlab.interop.huggingface.weights import unload_state
 from tests.interop import huggingface_peers as peers
+from tests.texts import TEXT
+from tests.training import test_pretrained
 
 # Windows, norms and scales of attention; recurrent layers; latents.
 FAST = ("gemma3_text", "qwen3_next", "deepseek_v3")
@@ -79,3 +84,32 @@ def test_family_equals_transformers(name, tmp_path):
     assert all(torch.equal(state[key], tensor) for key, tensor in theirs.state_dict().items())
     with torch.no_grad():
         np.testing.assert_array_equal(read(torch.from_numpy(peers.tokens(name))).logits.numpy(), peers.logits(name))
+
+
+@pytest.mark.slow
+def test_finetuned_llama_writes_the_same_text_in_transformers(text, tmp_path, capsys):
+    """A Llama 3 with random weights in bfloat16 and a tokenizer, trained here and saved again."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    tokenizer, model = tokenizers.make("bpe", TEXT, vocab_size=300), make_model(peers.kept("llama")[1])
+    model = model.replace(vocab_size=tokenizer.vocab_size + 3, context=64, tie_embeddings=False)
+    params = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 1), np.int32))
+    llama = save_hf(tmp_path / "llama", model, params, tokenizer, dtype=jnp.bfloat16)
+    fields = {"precision": "float32", "optimizer__learning_rate": 1e-2, "model__dropout": 0.0, "steps": 20}
+    assert test_pretrained.finetune(llama, text, tmp_path / "run", **fields) == 0, capsys.readouterr().err
+    model, params, tokenizer, config = attnlab.load(tmp_path / "run")
+    assert model == from_hf(llama)[0].over_tokens(tokenizer.vocab_size).replace(context=32)
+    assert (config.model.layers[0].rotary.scaling, config.model.tie_embeddings) == ("llama3", False)
+    before = from_hf(llama)[1]["params"]["output"]["embedding"]
+    assert np.abs(params["params"]["output"]["embedding"] - before).max() > 1e-3
+    folder = save_hf(tmp_path / "tuned", model, params, tokenizer)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    prompt = tokenizer.encode("En un lugar")
+    encoded = transformers.AutoTokenizer.from_pretrained(folder).encode("En un lugar")
+    assert type(theirs).__name__ == "LlamaForCausalLM" and encoded == prompt.tolist()
+    drawn = sample.generate(model, params, prompt, 24, temperature=0.0)
+    np.testing.assert_array_equal(np.concatenate(list(drawn)), peers.greedy(torch, theirs, prompt[None], 24))
+    command = [f"--workdir={folder}", "--prompt=En un lugar", "--max_tokens=20", "--temperature=0"]
+    capsys.readouterr()
+    assert sample.main(["sample", *command]) == 0
+    assert capsys.readouterr().out.startswith("En un lugar de la")

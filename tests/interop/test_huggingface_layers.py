@@ -8,8 +8,8 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from attnlab.interop.huggingface import from_hf, make_config, make_model, save_hf, to_hf
-from attnlab.masks import MaskFn
-from attnlab.nn import GPT, register, stack_layers
+from attnlab.masks import Causal, MaskFn, SlidingWindow
+from attnlab.nn import GPT, MultiHeadAttention, Rotary, register, stack_layers
 from attnlab.score_mods import SoftCap
 from attnlab.support.errors import UserError
 from attnlab.training import parallel
@@ -156,10 +156,40 @@ def test_export_rejects_kinds_of_a_user_by_their_name(value, tmp_path):
     kind = register(value, type(value).__name__)
     for layers in (kind, f"attention {kind} attention"):
         model = GPT.of(layers=layers, width=8, num_heads=2)
-        with pytest.raises(
-            UserError, match=f"model.layers = '{layers}': .*no layers of {kind}: expected attention"
-        ) as error:
+        message = f"model.layers = '{layers}': .*no layers of {kind}: expected attention"
+        with pytest.raises(UserError, match=message) as error:
             make_config(model)
         assert "\n" not in str(error.value)
         with pytest.raises(UserError, match=f"no layers of {kind}"):
             save_hf(tmp_path / "folder", model, {"params": {}})
+
+
+@pytest.mark.parametrize("layer, mask", [(0, SlidingWindow(left=6)), (1, Causal())], ids=["local", "global"])
+def test_attention_equals_that_of_gpt_oss(layer, mask):
+    """Its feed-forward layers are a mixture of experts; its attention has sinks, windows, biases and YaRN."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss", reason="no gpt-oss in transformers")
+    yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    yarn |= {"original_max_position_embeddings": 64, "rope_theta": 150_000.0}
+    sizes = {"hidden_size": 40, "head_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 2, "sliding_window": 7}
+    config = gpt_oss.GptOssConfig(**sizes, rope_parameters=yarn, attn_implementation="eager")
+    torch.manual_seed(0)
+    theirs = gpt_oss.GptOssAttention(config, layer).eval()
+    with torch.no_grad():
+        for tensor in theirs.parameters():
+            tensor.copy_(torch.randn_like(tensor) * 0.3)
+        x = torch.randn(2, 50, 40)
+        angles = gpt_oss.GptOssRotaryEmbedding(config)(x, torch.arange(50)[None])
+        hidden = torch.where(torch.from_numpy(np.array(mask.dense(50, 50))), 0.0, -torch.inf)
+        expected = theirs(x, angles, hidden[None, None])[0].numpy()
+    state = {name: tensor.detach().numpy() for name, tensor in theirs.named_parameters()}
+    params = {"sinks": state["sinks"]}
+    for name, path, heads in (("q", "query", 6), ("k", "key", 2), ("v", "value", 2)):
+        kernel, bias = state[f"{name}_proj.weight"].T, state[f"{name}_proj.bias"]
+        params[path] = {"kernel": kernel.reshape(40, heads, 16), "bias": bias.reshape(heads, 16)}
+    params["out"] = {"kernel": state["o_proj.weight"].T.reshape(6, 16, 40), "bias": state["o_proj.bias"]}
+    rotary = Rotary(150_000.0, scaling="yarn", factor=32.0, original_context=64, truncate=False)
+    ours = MultiHeadAttention(6, head_dim=16, kv_heads=2, mask=mask, rotary=rotary, sinks=True)
+    # Results are of size 1; rotary angles, up to 50 radians, are rounded to 4e-6 by either.
+    out = jax.jit(ours.apply)({"params": params}, x.numpy())
+    np.testing.assert_allclose(out, expected, atol=2e-5)

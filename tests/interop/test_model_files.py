@@ -151,12 +151,6 @@ def test_any_axis_may_be_split(folders):
         assert_equal(found[1], params_of("gpt2"))
 
 
-def test_stacked_parameters_are_saved_as_they_are(folders, tmp_path):
-    stacked = {"params": stack_layers(params_of("phi3")["params"])}
-    folder = save_hf(tmp_path / "stacked", PHI3, stacked)
-    assert (folder / "model.safetensors").read_bytes() == (folders["phi3"] / "model.safetensors").read_bytes()
-
-
 LIMITED = """
 import resource, sys
 import jax, jax.numpy as jnp

@@ -77,21 +77,14 @@ class Stack(nn.Module):
         return scanned(block, x, None)[0]
 
 
-def blocks(params):
-    """The blocks of a `Stack` as a list of functions."""
-    block = Block(LAYER, Mlp())
-    for layer in range(2):
-        one = {"params": jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["params"]["block"])}
-        yield lambda x, one=one, **call: block.apply(one, x, **call)
-
-
 def test_nn_scan_over_layers_equals_loop():
-    params = parameters(Stack(), X)
+    params, block = parameters(Stack(), X), Block(LAYER, Mlp())
 
     def in_turn(params):
         x = X
-        for block in blocks(params):
-            x = block(x)
+        for layer in range(2):
+            one = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["params"]["block"])
+            x = block.apply({"params": one}, x)
         return x
 
     assert params["params"]["block"]["attention"]["query"]["kernel"].shape == (2, 8, 4, 2)
