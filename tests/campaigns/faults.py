@@ -38,17 +38,8 @@ from tests.campaigns.watched import PHASES, Board
 from tests.runs import digests, records
 
 QUICKSTART = configs.experiments()["quickstart"]
-MODEL = {
-    "batch_size": 8,
-    "model.num_layers": 2,
-    "model.width": 32,
-    "model.context": 32,
-    "model.dropout": 0.1,
-    "eval.windows": 64,
-    "sample.length": 64,
-    "log.tensorboard": False,
-    "parallel.mesh.data": 1,
-}
+MODEL = {"batch_size": 8, "model.num_layers": 2, "model.width": 32, "model.context": 32, "model.dropout": 0.1}
+MODEL |= {"eval.windows": 64, "sample.length": 64, "log.tensorboard": False, "parallel.mesh.data": 1}
 LONG = MODEL | {"eval.every": 20, "checkpoint.every": 8, "log.every": 4, "sample.every": 40}
 SHORT = MODEL | {"steps": 160, "eval.every": 20, "checkpoint.every": 16, "checkpoint.keep": 3, "log.every": 4}
 PROGRAMS = "programs"  # the compilation cache of a campaign
@@ -72,13 +63,7 @@ def define(values, argv) -> None:
 
 def main(values) -> int:
     """Runs the chosen campaigns; 1 when anything went wrong."""
-    campaigns = {
-        "kills": kills,
-        "stops": stops,
-        "together": together,
-        "corruptions": corruptions,
-        "full_disks": full_disks,
-    }
+    campaigns = {each.__name__: each for each in (kills, stops, together, corruptions, full_disks)}
     for name in campaigns:
         if values[name].value < 0:
             raise UserError(f"--{name}={values[name].value}: expected 0 or more")
@@ -161,10 +146,8 @@ def _disturbed(count, folder, draw, number) -> dict:
                 wrong.append(f"ended with {process.returncode} in {phases}: {out.splitlines()[-1:]}")
             if seconds[-1] > PROMPT:
                 wrong.append(f"took {seconds[-1]:.1f} s to end, in {phases}")
-            if finished and max(_intact(workdir), default=0) < finished:
-                wrong.append(
-                    f"step {finished} was finished, {max(_intact(workdir), default=0)} is what was saved: {phases}"
-                )
+            if finished and (saved := max(_intact(workdir), default=0)) < finished:
+                wrong.append(f"step {finished} was finished, {saved} is what was saved: {phases}")
     _finish(workdir, fields)
     wrong += _differences(workdir, undisturbed)
     figures = {"signals": sum(at.values()), "phases": {phase: at[phase] for phase in PHASES}, "wrong": wrong}
@@ -227,11 +210,8 @@ def _unlike(workdir: Path, alone: Path) -> list[str]:
 
 
 def _arguments(workdir: Path, fields: dict) -> list[str]:
-    return [
-        f"--config={QUICKSTART}",
-        *(f"--config.{name}={value}" for name, value in fields.items()),
-        f"--workdir={workdir}",
-    ]
+    options = (f"--config.{name}={value}" for name, value in fields.items())
+    return [f"--config={QUICKSTART}", *options, f"--workdir={workdir}"]
 
 
 @contextlib.contextmanager
@@ -240,15 +220,11 @@ def _started(workdir: Path, fields: dict, board: Board | None = None):
     module = ["tests.campaigns.watched", board.path] if board else ["attnlab.train"]
     if board:
         board.clear()
-    output = workdir.with_name(f"{workdir.name}.out")
+    output, programs = workdir.with_name(f"{workdir.name}.out"), str(workdir.with_name(PROGRAMS))
+    command = [sys.executable, "-m", *module, *_arguments(workdir, fields)]
+    env = os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": programs}
     with output.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *module, *_arguments(workdir, fields)],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=os.environ
-            | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(workdir.with_name(PROGRAMS))},
-        )
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
     try:
         yield process, output
     finally:
@@ -351,11 +327,8 @@ def _corrupt(workdir: Path, draw: random.Random) -> str:
     files = sorted(path for path in workdir.rglob("*") if path.is_file())
     folders = sorted(path for path in workdir.glob("checkpoints/*") if path.is_dir())
     if folders and draw.random() < 1 / 7:
-        path, how = (
-            draw.choice(folders),
-            draw.choice(("removed", "emptied", "renamed", "copied", "uncommitted")),
-        )
-        match how:
+        path = draw.choice(folders)
+        match how := draw.choice(("removed", "emptied", "renamed", "copied", "uncommitted")):
             case "removed":
                 shutil.rmtree(path)
             case "emptied":

@@ -39,9 +39,10 @@ def weigh(q, k, **options):
 
 
 def assert_prints(computed, printed):
+    """`printed` has rows in lines, or between commas."""
     # Printing 4 decimals rounds by up to 5e-5; the few float32 operations before that, on numbers up to 2, by 1e-7
     # each.
-    np.testing.assert_allclose(computed, np.loadtxt(printed.splitlines()), rtol=0, atol=5e-5 + 1e-6)
+    np.testing.assert_allclose(computed, np.loadtxt(printed.replace(",", "\n").splitlines()), rtol=0, atol=5e-5 + 1e-6)
 
 
 def one_head(x):
@@ -139,28 +140,14 @@ def test_self_attention_v1_with_raw_matrices():  # In 112
     generator = TorchGenerator(123)
     assert_prints(
         self_attention(projections(lambda: generator.rand(3, 2))),
-        """
-        0.2996 0.8053
-        0.3061 0.8210
-        0.3058 0.8203
-        0.2948 0.7939
-        0.2927 0.7891
-        0.2990 0.8040
-        """,
+        "0.2996 0.8053, 0.3061 0.8210, 0.3058 0.8203, 0.2948 0.7939, 0.2927 0.7891, 0.2990 0.8040",
     )
 
 
 def test_self_attention_v2_with_linear_layers():  # In 114
     assert_prints(
         self_attention(linear_projections(TorchGenerator(789), d_out=2)),
-        """
-        -0.0739 0.0713
-        -0.0748 0.0703
-        -0.0749 0.0702
-        -0.0760 0.0685
-        -0.0763 0.0679
-        -0.0754 0.0693
-        """,
+        "-0.0739 0.0713, -0.0748 0.0703, -0.0749 0.0702, -0.0760 0.0685, -0.0763 0.0679, -0.0754 0.0693",
     )
 
 
@@ -174,14 +161,7 @@ def test_v1_with_transposed_weights_of_v2_equals_v2():  # In 115 to 117, exercis
     for contexts in (v1, self_attention(V2)):
         assert_prints(
             contexts,
-            """
-            -0.5337 -0.1051
-            -0.5323 -0.1080
-            -0.5323 -0.1079
-            -0.5297 -0.1076
-            -0.5311 -0.1066
-            -0.5299 -0.1081
-            """,
+            "-0.5337 -0.1051, -0.5323 -0.1080, -0.5323 -0.1079, -0.5297 -0.1076, -0.5311 -0.1066, -0.5299 -0.1081",
         )
 
 
@@ -268,15 +248,7 @@ def test_two_stacked_heads_of_width_one():  # In 131, exercise 3.2, not reseeded
     assert contexts.shape == (2, 6, 2)
     for sequence in contexts:
         assert_prints(
-            sequence,
-            """
-            0.0189 0.2729
-            0.2181 0.3037
-            0.2804 0.3125
-            0.2830 0.2793
-            0.2476 0.2541
-            0.2748 0.2513
-            """,
+            sequence, "0.0189 0.2729, 0.2181 0.3037, 0.2804 0.3125, 0.2830 0.2793, 0.2476 0.2541, 0.2748 0.2513"
         )
 
 
@@ -286,15 +258,7 @@ def test_multihead_attention_with_split_weights():  # In 132
     assert contexts.shape == (2, 6, 2)
     for sequence in contexts:
         assert_prints(
-            sequence,
-            """
-            0.3190 0.4858
-            0.2943 0.3897
-            0.2856 0.3593
-            0.2693 0.3873
-            0.2639 0.3928
-            0.2575 0.4028
-            """,
+            sequence, "0.3190 0.4858, 0.2943 0.3897, 0.2856 0.3593, 0.2693 0.3873, 0.2639 0.3928, 0.2575 0.4028"
         )
 
 

@@ -26,7 +26,9 @@ def attention(
     if fault == "layout swapped":
         q = q.swapaxes(-2, -3).reshape(q.shape)
     scale = q.shape[-1] ** -0.5 if scale is None or fault == "no scale" else scale
-    tile = _tile(q, k, q_positions, kv_positions, fault)
+    if fault == "queries counted from 0":
+        q_positions = kv_positions = None
+    tile = whole(q.shape[1], k.shape[1], q.shape[2], q_positions, kv_positions, batch=q.shape[:1])
     visible = None if mask is None else _faulty(mask, fault).visible(tile)
     if visible is not None:
         visible = jnp.broadcast_to(visible, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
@@ -68,18 +70,8 @@ def attention(
     if fault == "zeros":
         out = jnp.zeros_like(out)
     if fault == "gradient of v halved":
-        out = _halved(out, jax.lax.stop_gradient(out))
+        out = (out + jax.lax.stop_gradient(out)) / 2
     return out, lse[..., 0].swapaxes(-1, -2)
-
-
-def _halved(x, same):
-    return x / 2 + same / 2
-
-
-def _tile(q, k, q_positions, kv_positions, fault):
-    if fault == "queries counted from 0":
-        q_positions = kv_positions = None
-    return whole(q.shape[1], k.shape[1], q.shape[2], q_positions, kv_positions, batch=q.shape[:1])
 
 
 def _faulty(mask, fault):

@@ -23,15 +23,8 @@ NAMED = {
     "bias without gradient": "the gradient of bias has an error of",
 }
 # Members of a family whose first is tested always.
-SLOW = {
-    "layout swapped",
-    "segments ignored",
-    "bias dropped",
-    "bias of the first head",
-    "output in bfloat16",
-    "no shift",
-}
-SLOW |= {"softmax in bfloat16", "scores in the input type"}
+SLOW = {"layout swapped", "segments ignored", "bias dropped", "bias of the first head", "no shift"}
+SLOW |= {"output in bfloat16", "softmax in bfloat16", "scores in the input type"}
 
 
 @pytest.mark.parametrize(
