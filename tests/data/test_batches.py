@@ -29,22 +29,19 @@ def test_batch_depends_only_on_seed_and_step():
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_processes_share_the_same_global_batch(processes):
-    options = {"weights": [3, 1], "documents": [np.arange(0, 100_000, 7), np.arange(0, 50_000, 3)]}
-    for texts, more in ((TEXT, {}), ([TEXT, 100_000 + TEXT[:50_000]], options)):
-        shares = [train(texts, **more, process_index=i, process_count=processes) for i in range(processes)]
-        for step in (0, 5, 77):
-            full, parts = train(texts, **more)[step], [share[step] for share in shares]
-            for field in ("tokens", "example", "weight", "segments")[: 4 if more else 3]:
+    documents = [np.arange(0, 100_000, 7), np.arange(0, 50_000, 3)]
+    mixture = functools.partial(train, [TEXT, 100_000 + TEXT[:50_000]], weights=[3, 1], documents=documents)
+    held_out = functools.partial(EvalBatches, TEXT, context=8, batch_size=6, windows=20)
+    for make, steps, fields in ((train, (0, 5, 77), 3), (mixture, (0, 5, 77), 4), (held_out, (0, 1, 2, 3), 3)):
+        shares = [make(process_index=i, process_count=processes) for i in range(processes)]
+        for step in steps:
+            full, parts = make()[step], [share[step] for share in shares]
+            for field in ("tokens", "example", "weight", "segments")[:fields]:
                 joined = np.concatenate([getattr(part, field) for part in parts])
                 np.testing.assert_array_equal(joined, getattr(full, field))
 
 
-@given(
-    windows=st.sampled_from([1, 3000, 9000]),
-    more=st.integers(0, 13),
-    context=st.integers(1, 8),
-    seed=st.integers(0, 2**40),
-)
+@given(st.sampled_from([1, 3000, 9000]), st.integers(0, 13), st.integers(1, 8), st.integers(0, 2**40))
 def test_windows_are_contiguous_text(windows, more, context, seed):
     length = context + 1 + (more % (2 * context - 1) if windows == 1 else windows * context + more)
     batches = train(np.arange(length), context=context, batch_size=5, seed=seed)
@@ -90,20 +87,6 @@ def test_evaluation_windows_are_adjacent_or_evenly_spaced(length, windows, batch
         assert gaps.size == 0 or gaps.max() - gaps.min() <= 1
     assert starts.max() + 8 < length
     assert {batch.tokens.shape for batch in batches} == {(batch_size, 9)}
-
-
-def test_processes_share_evaluation_batches():
-    options = {"context": 8, "batch_size": 6, "windows": 20}
-    shares = [EvalBatches(TEXT, **options, process_index=i, process_count=3) for i in range(3)]
-    full = EvalBatches(TEXT, **options)
-    for index in range(len(full)):
-        joined = np.concatenate([share[index].tokens for share in shares])
-        np.testing.assert_array_equal(joined, full[index].tokens)
-
-
-def test_text_of_one_window_is_enough():
-    np.testing.assert_array_equal(train(np.arange(9))[3].tokens, np.tile(np.arange(9), (6, 1)))
-    assert EvalBatches(np.arange(9), context=8, batch_size=2, windows=5).windows == 1
 
 
 def test_impossible_batches_say_what_to_change():

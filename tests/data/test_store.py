@@ -173,19 +173,17 @@ def test_store_of_another_tokenizer_is_refused(tmp_path):
 
 
 def test_bit_flipped_while_a_store_is_written_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(store._NewFile, "write", _write_wrongly(store._NewFile.write))
-    with pytest.raises(UserError, match=r"train\.bin does not match its sha256"):
-        store.load(corpus_of(tmp_path, TEXTS["lines"]), tokenizers.ByteTokenizer(), folder=tmp_path / "stores")
-    assert not list((tmp_path / "stores").glob("*/"))
+    write = store._NewFile.write
 
-
-def _write_wrongly(write):
-    def written(self, array):
+    def write_wrongly(self, array):
         write(self, array)
         self._file.seek(-1, os.SEEK_CUR)
         self._file.write(b"\0")
 
-    return written
+    monkeypatch.setattr(store._NewFile, "write", write_wrongly)
+    with pytest.raises(UserError, match=r"train\.bin does not match its sha256"):
+        store.load(corpus_of(tmp_path, TEXTS["lines"]), tokenizers.ByteTokenizer(), folder=tmp_path / "stores")
+    assert not list((tmp_path / "stores").glob("*/"))
 
 
 def test_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
@@ -255,7 +253,11 @@ def test_one_of_several_processes_makes_the_store(large, tmp_path):
 @pytest.mark.slow
 def test_store_after_kills_equals_an_undisturbed_one(large, tmp_path):
     reference, folder, draw = finished(large, tmp_path / "reference"), tmp_path / "killed", random.Random(0)
-    seconds, left = _seconds_of_making(large, tmp_path / "timed"), 0
+    undisturbed, left = started(large, tmp_path / "timed"), 0
+    assert undisturbed.stdout.readline() == "ready\n"
+    start = time.monotonic()
+    undisturbed.communicate()
+    seconds = time.monotonic() - start
     for kill in range(6):
         process = started(large, folder)
         assert process.stdout.readline() == "ready\n"
@@ -268,14 +270,6 @@ def test_store_after_kills_equals_an_undisturbed_one(large, tmp_path):
             assert not list(folder.glob("*.partial"))
             shutil.rmtree(folder)
     assert finished(large, folder) == reference and left
-
-
-def _seconds_of_making(path: Path, folder: Path) -> float:
-    process = started(path, folder)
-    assert process.stdout.readline() == "ready\n"
-    start = time.monotonic()
-    process.communicate()
-    return time.monotonic() - start
 
 
 def test_full_disk_is_one_line_and_can_be_repeated(large, tmp_path):

@@ -1,4 +1,4 @@
-"""What all drawn tasks share: batches are pure functions of a step and a seed, traced or not; impossible sizes."""
+"""Drawn tasks: batches are pure functions of a step and a seed, traced or not; impossible sizes; laws of recall."""
 
 import functools
 
@@ -29,17 +29,9 @@ OPTIONS = {
     "selective_copies": {"batch_size": 4, "length": 9, "symbols": 3},
     "spread_recall": {"batch_size": 4, "pairs": 3, "length": 20, "vocab_size": 20},
 }
-STUDIES = {"backcopy", "chains", "copies", "largest_of", "modular_sums", "regressions"}
+STUDIES = {draw.__name__: draw for draw in (backcopy, chains, copies, largest_of, modular_sums, regressions)}
+DRAWS = vars(tasks) | STUDIES
 NAMED = {"inductions", "running_sums", "selective_copies", "spread_recall"}  # tested as tasks of a config
-
-DRAWS = vars(tasks) | {
-    "backcopy": backcopy,
-    "chains": chains,
-    "copies": copies,
-    "largest_of": largest_of,
-    "modular_sums": modular_sums,
-    "regressions": regressions,
-}
 
 
 def first_array(drawn) -> np.ndarray:
@@ -94,3 +86,49 @@ def test_repeats_draws_a_period_for_each_sequence():
     tokens = np.asarray(tasks.repeats(0, batch_size=200, length=24, vocab_size=1000))
     periods = [next(p for p in range(1, 25) if (row[p:] == row[:-p]).all()) for row in tokens]
     assert tokens.shape == (200, 24) and set(periods) == set(range(6, 13))
+
+
+def test_recall_targets_are_the_values_of_the_keys_asked_for():
+    tokens, targets, pairs = map(np.asarray, tasks.recall(0, batch_size=300, pairs=(1, 3, 6), vocab_size=20))
+    assert tokens.shape == (300, 18) and targets.shape == (300, 6) and set(pairs) == {1, 3, 6}
+    assert {leaf.dtype for leaf in (tokens, targets, pairs)} == {np.dtype(np.int32)}
+    for row, wanted, n in zip(tokens, targets, pairs):
+        blanks, shown, asked = np.split(row, [12 - 2 * n, 12])
+        keys, values = shown[::2], shown[1::2]
+        assert (blanks == 0).all() and len(set(keys)) == len(set(values)) == n
+        assert (keys >= 1).all() and (keys <= 9).all() and (values >= 10).all() and (values <= 18).all()
+        value_of = dict(zip(keys, values))
+        np.testing.assert_array_equal([value_of[key] for key in asked], wanted)
+        for start in range(0, 6, n):  # all keys, before any once more
+            assert len(set(asked[start : start + n])) == len(asked[start : start + n])
+
+
+def test_recall_order_of_questions_is_uniform():
+    first = np.asarray(tasks.recall(0, batch_size=6000, pairs=[3], vocab_size=20).tokens)
+    asked = (first[:, 0:6:2] == first[:, 6:7]).argmax(1)
+    # Of 6,000 draws a third, 2,000 ± 37 (one deviation): five of them.
+    np.testing.assert_allclose(np.bincount(asked), 2000, atol=5 * 37)
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_spread_recall_asks_for_each_key_once_at_an_even_distance_from_the_pairs(noise):
+    drawn = tasks.spread_recall(1, batch_size=200, pairs=3, length=15, vocab_size=20, noise=noise)
+    tokens, targets = map(np.asarray, drawn)
+    assert tokens.shape == targets.shape == (200, 15) and tokens.dtype == targets.dtype == np.int32
+    for row, wanted in zip(tokens, targets):
+        value_of, (places,) = dict(row[:6].reshape(3, 2).tolist()), np.nonzero(wanted >= 0)
+        assert len(value_of) == len(set(value_of.values())) == 3
+        assert max(value_of) <= 9 < min(value_of.values()) and max(value_of.values()) <= 18
+        assert (places >= 6).all() and (places % 2 == 0).all() and sorted(row[places]) == sorted(value_of)
+        assert wanted[places].tolist() == [value_of[key] for key in row[places]]
+    filler = tokens[:, 6:][targets[:, 6:] < 0]
+    # Of 1,200 draws from 20 tokens each is missing with probability e^−60.
+    assert set(filler) == (set(range(20)) if noise else {0})
+
+
+def test_spread_recall_asks_soon_more_often_by_its_law():
+    targets = np.asarray(tasks.spread_recall(0, batch_size=20000, pairs=1, length=12, vocab_size=9).targets)
+    found = (targets >= 0)[:, 2::2].mean(0)
+    weights = (1.0 + np.arange(5)) ** -0.99
+    expected = weights / weights.sum()
+    assert (np.abs(found - expected) < 5 * (expected * (1 - expected) / 20000) ** 0.5).all()

@@ -14,59 +14,16 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from attnlab.data import characters, corpora, published, store, tokenizers
 from attnlab.support.errors import UserError
+from tests.data.sentencepiece_families import ADDED, BYTES, DECODER, FAMILIES, SPACES, VERSE, of_family, sentencepiece
 
-VERSE = "¿Qué es la vida? Un frenesí.\n¿Qué es la vida? Una ilusión,\nuna sombra, una ficción,\n" * 3
-ADDED = ["<unk>", "<s>", "</s>"]
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-SPACES = normalizers.Replace(" ", "▁")
-DECODER = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-STRIP = decoders.Strip(" ", 1, 0)
-
-
-def words():
-    return ["▁" + word for word in VERSE.replace("\n", " \n ").split(" ")]
-
-
-def bpe():
-    """A BPE with pieces of words after "<unk>", "<s>", "</s>" and the bytes."""
-    trained = library.Tokenizer(models.BPE())
-    trained.train_from_iterator(words(), trainers.BpeTrainer(vocab_size=120, show_progress=False))
-    model = json.loads(trained.to_str())["model"]
-    vocabulary = [*ADDED, *BYTES, *sorted(model["vocab"], key=model["vocab"].get)]
-    ids = {token: i for i, token in enumerate(vocabulary)}
-    merges = [tuple(pair) for pair in model["merges"]]
-    return models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-
-
-# (normalizer, pre-tokenizer, decoder) of tokenizer.json, and whether spaces before a text are all kept.
-FAMILIES = {
-    "llama2": (normalizers.Sequence([normalizers.Prepend("▁"), SPACES]), None, [*DECODER, STRIP], True),
-    "mistral": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False), [*DECODER, STRIP], False),
-    "gemma": (SPACES, pre_tokenizers.Split(" ", "merged_with_previous"), DECODER, True),
-}
 ALL = pytest.mark.parametrize("family", FAMILIES)
-
-
-@functools.cache
-def of_family(family):
-    """The tokenizer as the library has it."""
-    normalizer, splits, decoder, _ = FAMILIES[family]
-    made = library.Tokenizer(bpe())
-    made.normalizer, made.pre_tokenizer = normalizer, splits
-    made.decoder = decoders.Sequence(decoder)
-    made.add_special_tokens([library.AddedToken(token, normalized=False) for token in ADDED])
-    return made
 
 
 def read(made, folder, **changes):
     """The tokenizer of a folder with a tokenizer.json, some of whose parts are changed."""
+    changes = {name: x if isinstance(x, dict) else json.loads(x.__getstate__()) for name, x in changes.items()}
     (folder / "tokenizer.json").write_text(json.dumps(json.loads(made.to_str()) | changes))
     return published.pretrained(folder)
-
-
-@functools.cache
-def ours(family):
-    return tokenizers.from_dict({"kind": "sentencepiece", "tokenizer": json.loads(of_family(family).to_str())})
 
 
 TEXTS = st.text(st.one_of(st.sampled_from(" \n\t<s>/anu¿é,."), st.characters(codec="utf-8")))
@@ -80,7 +37,7 @@ def kept(text, family):
 @ALL
 @given(text=TEXTS)
 def test_tokens_and_text_are_those_of_the_library(family, text):
-    tokenizer, library = ours(family), of_family(family)
+    tokenizer, library = sentencepiece(family), of_family(family)
     ids = tokenizer.encode(text)
     assert ids.dtype == np.int32 and ids.tolist() == library.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(ids) == library.decode(ids.tolist(), skip_special_tokens=False)
@@ -90,15 +47,15 @@ def test_tokens_and_text_are_those_of_the_library(family, text):
 
 
 def test_space_before_a_text_is_lost_where_none_is_put_before_it():
-    assert ours("mistral").decode(ours("mistral").encode("  una")) == " una"
-    assert ours("llama2").decode(ours("llama2").encode("  una")) == "  una"
+    assert sentencepiece("mistral").decode(sentencepiece("mistral").encode("  una")) == " una"
+    assert sentencepiece("llama2").decode(sentencepiece("llama2").encode("  una")) == "  una"
 
 
 @ALL
 @given(text=st.text(sorted(set(VERSE)), min_size=1), cut=st.integers(0, 100))
 def test_continuation_has_its_spaces(family, text, cut):
     assume(kept(text, family))
-    tokenizer = ours(family)
+    tokenizer = sentencepiece(family)
     ids = tokenizer.encode(text)
     cut = min(cut, len(ids))
     prompt, rest = tokenizer.decode(ids[:cut]), tokenizer.decode(ids[cut:], continues=cut > 0)
@@ -107,7 +64,7 @@ def test_continuation_has_its_spaces(family, text, cut):
 
 
 def test_streamed_characters_of_bytes_are_complete():
-    tokenizer = ours("llama2")
+    tokenizer = sentencepiece("llama2")
     ids = tokenizer.encode("a👩o")
     assert list(tokenizer.stream(iter(ids))) == ["a", "👩", "o"]
     assert list(tokenizer.stream(iter(ids[:-2]))) == ["a", "\ufffd"]
@@ -126,7 +83,7 @@ def test_tokens_across_words_are_not_cut():
 def test_stream_of_a_store_equals_tokens_of_the_whole_text(tmp_path):
     text = VERSE.replace(".", ".</s> ") * 1500
     (tmp_path / "text.txt").write_text(text)
-    made = store.load(corpora.load("text", path=f"{tmp_path}/text.txt"), ours("llama2"), folder=tmp_path)
+    made = store.load(corpora.load("text", path=f"{tmp_path}/text.txt"), sentencepiece("llama2"), folder=tmp_path)
     cut = int(0.9 * len(text))
     for tokens, part in ((made.train, text[:cut]), (made.validation, text[cut:])):
         expected = of_family("llama2").encode(part, add_special_tokens=False).ids
@@ -153,17 +110,12 @@ def test_added_tokens_beyond_the_model_are_left_out(tmp_path):
     assert tokenizer.vocab_size == size and tokenizer.decode(tokenizer.encode("<image>")) == "<image>"
 
 
-def part(normalizer=None, pre_tokenizer=None, decoder=None):
-    parts = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": decoder}
-    return {name: json.loads(value.__getstate__()) for name, value in parts.items() if value is not None}
-
-
 @pytest.mark.parametrize(
     "change, why",
     [
-        (part(normalizer=normalizers.Lowercase()), 'it may change texts: .*"Lowercase"'),
-        (part(pre_tokenizer=pre_tokenizers.Split(" ", "removed")), "it may change texts"),
-        (part(decoder=decoders.WordPiece()), "it may change texts"),
+        ({"normalizer": normalizers.Lowercase()}, 'it may change texts: .*"Lowercase"'),
+        ({"pre_tokenizer": pre_tokenizers.Split(" ", "removed")}, "it may change texts"),
+        ({"decoder": decoders.WordPiece()}, "it may change texts"),
         ({"model": {"type": "Nonsense"}}, "not a byte-level BPE"),
         ({"model": {"type": "BPE", "vocab": {"▁": 0, "a": 2}, "merges": [], "byte_fallback": True}}, "it drops"),
     ],

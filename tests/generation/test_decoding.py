@@ -61,12 +61,6 @@ def test_log_probabilities_of_equal_large_logits_are_exact():
     np.testing.assert_allclose(step.logprobs, -np.log(11), rtol=1e-6)
 
 
-def test_texts_in_64_bit_mode_are_the_same():
-    expected = tokens("rotary", PROMPTS[1], 12, num_samples=2, **DRAWN)
-    with jax.enable_x64(True):
-        np.testing.assert_array_equal(tokens("rotary", PROMPTS[1], 12, num_samples=2, **DRAWN), expected)
-
-
 def most_likely(model, params, size):
     """Maps a text to its most likely next token by the full pass, where zeros after the text are masked (causal)."""
     apply = jax.jit(lambda tokens: model.apply(params, tokens)[0].argmax(axis=-1))
@@ -114,26 +108,23 @@ def test_drawn_texts_side_by_side_equal_each_alone():
     each_alone(gpt("rotary"), tokens("rotary", PROMPTS, 20, num_samples=2, **DRAWN))
 
 
-def test_token_depends_on_seed_sample_and_place_alone():
+def test_token_depends_on_seed_sample_and_place_alone_also_in_64_bit_mode():
     longer = tokens("rotary", PROMPTS[1], 12, num_samples=2, **DRAWN)
     np.testing.assert_array_equal(tokens("rotary", PROMPTS[1], 5, num_samples=2, **DRAWN), longer[:, :5])
     np.testing.assert_array_equal(tokens("rotary", PROMPTS[1], 12, **DRAWN), longer[:1])
     assert not np.array_equal(tokens("rotary", PROMPTS[1], 12, **DRAWN | {"seed": 6}), longer[:1])
-
-
-def penalized(logits, text, penalty):
-    """The repetition penalty, token by token."""
-    logits = np.array(logits)
-    for token in set(text):
-        logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
-    return logits
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(tokens("rotary", PROMPTS[1], 12, num_samples=2, **DRAWN), longer)
 
 
 def test_repetition_penalty_counts_prompt_and_output():
     text = PROMPTS[0].tolist()
     for _ in range(5):
-        logits = full("rotary")(gpt("rotary")[1], np.tile(np.pad(text, (0, 8 - len(text))), (2, 1)))[0, len(text) - 1]
-        text.append(int(penalized(logits, text, 3.0).argmax()))
+        logits = full("rotary")(gpt("rotary")[1], np.tile(np.pad(text, (0, 8 - len(text))), (2, 1)))
+        logits = np.array(logits[0, len(text) - 1])
+        for token in set(text):
+            logits[token] *= 1 / 3 if logits[token] > 0 else 3
+        text.append(int(logits.argmax()))
     assert tokens("rotary", PROMPTS[0], 5, temperature=0.0, repetition_penalty=3.0)[0].tolist() == text[1:]
 
 
@@ -159,11 +150,8 @@ def test_end_token_ends_a_text_and_the_others_go_on():
         last = row.tolist().index(end) if end in row else 19
         np.testing.assert_array_equal(other, [*row[: last + 1], *[-1] * (19 - last)])
     assert (ended == -1).any() and ((scores == 0) == (ended == -1)).all()
-
-
-def test_generation_ends_when_all_texts_have():
-    drawn = list(generate(*gpt("rotary"), PROMPTS[1], 10**9, num_samples=2, end=range(11)))
-    assert len(drawn) == 1
+    # Where all texts have ended, so has generation.
+    assert len(list(generate(*gpt("rotary"), PROMPTS[1], 10**9, num_samples=2, end=range(11)))) == 1
 
 
 def test_stop_string_ends_a_text_with_the_token_that_completes_it():

@@ -5,7 +5,7 @@ import pytest
 from attnlab.data.tokenizers import make
 from attnlab.generation.stop_strings import StopStrings, before_stop, cut
 from attnlab.support.errors import UserError
-from tests.data.test_tokenizers_sentencepiece import ours as sentencepiece
+from tests.data.sentencepiece_families import sentencepiece
 
 TEXT = "low lower lowest, or so. <|endoftext|>\n\n" * 30
 

@@ -11,7 +11,7 @@ from attnlab.data import published
 from attnlab.generation.texts import complete
 from attnlab.interop.huggingface import save_hf
 from attnlab.nn import GPT
-from tests.data.test_tokenizers_sentencepiece import VERSE, ours
+from tests.data.sentencepiece_families import VERSE, sentencepiece
 from tests.parameters import parameters
 from tests.training.test_pretrained import finetune
 
@@ -21,7 +21,7 @@ PROMPT = "¿Qué es"
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """A folder like those of the hub: random weights, and a tokenizer of SentencePiece."""
-    tokenizer = ours("llama2")
+    tokenizer = sentencepiece("llama2")
     model = GPT.of(
         vocab_size=tokenizer.vocab_size + 3, num_layers=1, num_heads=2, width=16, context=48, norm="rms", mlp="gated",
         activation="silu", tie_embeddings=False, attention={"qk_norm": False},

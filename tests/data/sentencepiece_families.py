@@ -1,0 +1,55 @@
+"""A text, and SentencePiece's tokenizers of it, as published with Llama 2, Mistral and Gemma."""
+
+import functools
+import json
+
+import tokenizers as library
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from attnlab.data import tokenizers
+
+VERSE = "¿Qué es la vida? Un frenesí.\n¿Qué es la vida? Una ilusión,\nuna sombra, una ficción,\n" * 3
+ADDED = ["<unk>", "<s>", "</s>"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+SPACES = normalizers.Replace(" ", "▁")
+DECODER = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+STRIP = decoders.Strip(" ", 1, 0)
+
+
+def words():
+    return ["▁" + word for word in VERSE.replace("\n", " \n ").split(" ")]
+
+
+def bpe():
+    """A BPE with pieces of words after "<unk>", "<s>", "</s>" and the bytes."""
+    trained = library.Tokenizer(models.BPE())
+    trained.train_from_iterator(words(), trainers.BpeTrainer(vocab_size=120, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    vocabulary = [*ADDED, *BYTES, *sorted(model["vocab"], key=model["vocab"].get)]
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    merges = [tuple(pair) for pair in model["merges"]]
+    return models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+
+
+# (normalizer, pre-tokenizer, decoder) of tokenizer.json, and whether spaces before a text are all kept.
+FAMILIES = {
+    "llama2": (normalizers.Sequence([normalizers.Prepend("▁"), SPACES]), None, [*DECODER, STRIP], True),
+    "mistral": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False), [*DECODER, STRIP], False),
+    "gemma": (SPACES, pre_tokenizers.Split(" ", "merged_with_previous"), DECODER, True),
+}
+
+
+@functools.cache
+def of_family(family):
+    """The tokenizer as the library has it."""
+    normalizer, splits, decoder, _ = FAMILIES[family]
+    made = library.Tokenizer(bpe())
+    made.normalizer, made.pre_tokenizer = normalizer, splits
+    made.decoder = decoders.Sequence(decoder)
+    made.add_special_tokens([library.AddedToken(token, normalized=False) for token in ADDED])
+    return made
+
+
+@functools.cache
+def sentencepiece(family):
+    return tokenizers.from_dict({"kind": "sentencepiece", "tokenizer": json.loads(of_family(family).to_str())})
