@@ -79,6 +79,15 @@ class Ours(Flax):
     block = OurBlock
 
 
+class Shared(nn.Module):
+    """A block that is called twice."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x, block = nn.Embed(VOCABULARY, WIDTH)(tokens), OurBlock(name="block")
+        return nn.Dense(VOCABULARY)(block(block(x)))
+
+
 class NnxBlock(nnx.Module):
     def __init__(self, rngs):
         self.attention_norm, self.mlp_norm = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)

@@ -14,7 +14,7 @@ PATHS = ("block_0/attention", "block_1/attention")
 
 def softmax(logits) -> np.ndarray:
     weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return (weights / weights.sum(-1, keepdims=True)).astype(np.float32)
+    return weights / weights.sum(-1, keepdims=True)
 
 
 def causal_patterns(seed: int, *shape: int, sharpness: float = 2.0) -> np.ndarray:

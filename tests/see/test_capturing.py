@@ -107,18 +107,12 @@ def test_additive_attention_and_stacked_heads_have_sites():
 
 
 def test_a_layer_that_is_called_twice_has_a_site_for_each_call():
-    class Shared(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            layer = MultiHeadAttention(2, name="shared")
-            return layer(layer(x))
-
-    x = random(1, 5, 8)
-    params = parameters(Shared(), x)
-    run = capture(Shared(), params, x, want=("pattern", "z"))
-    assert run.paths("pattern") == ("shared", "shared@1")
-    with pytest.raises(ValueError, match="no 'shared@1/z'"):
-        see.edited(Shared(), params, x, edits={"shared@1/z": see.Put(0.0)})
+    model, params = models.Shared(), models.variables(models.Shared())
+    run = capture(model, params, TOKENS, want=("pattern", "z"))
+    assert run.paths("pattern") == ("block/attention", "block/attention@1")
+    assert see.sites(model, params, TOKENS).blocks == ()
+    with pytest.raises(ValueError, match="no 'block/attention@1/z'"):
+        see.edited(model, params, TOKENS, edits={"block/attention@1/z": see.Put(0.0)})
 
 
 def test_stacked_layers_give_the_captures_of_single_ones():
@@ -238,17 +232,12 @@ def test_custom_attention_functions_show_their_patterns():
     assert_close(pattern.sum(-1), np.ones(pattern.shape[:-1]), 1e-5)
 
 
-def dense():
-    x = np.ones((1, 2, 3), np.float32)
-    return nn.Dense(3), parameters(nn.Dense(3), x), x
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda m, p: see.capture(m, p, TOKENS, want="patern"), r"'patern' \(did you mean pattern\?\)"),
         (lambda m, p: see.capture(m, p, TOKENS, rows=[99]), r"rows = \[99\]: .*7 queries"),
-        (lambda m, p: see.capture(*dense()), "Dense has no attention"),
+        (lambda m, p: see.capture(nn.Embed(11, 16), {"params": p["params"]["embed"]}, TOKENS), "has no attention"),
         (lambda m, p: see.capture(m.apply, p, TOKENS), "model is a method: expected a module of flax"),
     ],
     ids=["want", "rows", "no_attention", "no_model"],

@@ -40,11 +40,16 @@ def test_putting_a_run_onto_itself_and_gates_of_one_leave_every_bit(fields):
         assert all((a == b).all() for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(run), strict=True))
 
 
+def state_of(model):
+    return nnx.state(model) if isinstance(model, nnx.Module) else ()
+
+
 def test_putting_a_run_onto_itself_leaves_every_bit_of_flax_layers():
     for model, params in ((models.Flax(), models.variables()), (models.nnx_model(), None)):
-        run = capture(model, params, TOKENS, want=("pattern", "z"))
-        (again,) = edited(model, params, TOKENS, edits=[frozen(run)])
+        run, own_state = capture(model, params, TOKENS, want=("pattern", "z")), state_of(model)
+        again, _ = edited(model, params, TOKENS, edits=[frozen(run), {"*/z": see.Put(0.0)}])
         assert (again.out == run.out).all()
+        jax.tree.map(np.testing.assert_array_equal, state_of(model), own_state)  # a model of nnx keeps its state
 
 
 @pytest.mark.parametrize("kind", [slow("ours"), "nnx", slow("flax")])
@@ -161,10 +166,3 @@ def test_wrong_edits_are_one_line(edits, message):
     with pytest.raises(ValueError, match=message) as error:
         jax.eval_shape(lambda: see.edited(model, params, TOKENS, edits=edits))
     assert "\n" not in str(error.value)
-
-
-def test_a_model_of_nnx_keeps_its_own_state_after_an_edit():
-    model = models.nnx_model()
-    before = nnx.state(model)
-    edited(model, None, TOKENS, edits=[{"*/z": see.Put(0.0)}])
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)

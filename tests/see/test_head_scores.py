@@ -9,25 +9,19 @@ from attnlab import see
 from attnlab.data.tasks import repeats
 from attnlab.nn import GPT
 from attnlab.see.head_scores import KINDS, scores, targets
+from tests.see.pages import causal_patterns
 
 LENGTH, BATCH, VOCAB = 24, 16, 9
+WITHOUT_REPEATS = {"tokens": np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH))}
 DETECTED = {"previous": "previous_token_head", "duplicate": "duplicate_token_head", "induction": "induction_head"}
 
 
 def softmax_patterns(seed: int, layers: int = 2, heads: int = 3) -> np.ndarray:
-    """Causal attention by random logits."""
-    logits = np.random.default_rng(seed).normal(0, 2, (layers, BATCH, heads, LENGTH, LENGTH))
-    weights = np.where(np.tri(LENGTH, dtype=bool), np.exp(logits), 0)
-    return weights / weights.sum(-1, keepdims=True)
+    return causal_patterns(seed, layers, BATCH, heads, LENGTH)
 
 
 def random_tokens(seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB, (BATCH, LENGTH))
-
-
-def uniform_patterns(layers: int = 1, heads: int = 1) -> np.ndarray:
-    weights = np.tri(LENGTH) / np.arange(1, LENGTH + 1)[:, None]
-    return np.broadcast_to(weights, (layers, BATCH, heads, LENGTH, LENGTH))
 
 
 def ideal_pattern(kind: str, tokens: np.ndarray) -> np.ndarray:
@@ -60,7 +54,8 @@ def test_score_is_the_mean_weight_on_targets_of_queries_that_have_any(kind):
     expected = [[loops_over_queries(kind, layer[:, head], tokens) for head in range(3)] for layer in patterns]
     found = scores(patterns, tokens, [kind])
     np.testing.assert_allclose(found.values[kind], expected, atol=1e-12)
-    by_uniform = scores(uniform_patterns(), tokens, [kind])
+    uniform = np.broadcast_to(np.tri(LENGTH) / np.arange(1, LENGTH + 1)[:, None], (1, BATCH, 1, LENGTH, LENGTH))
+    by_uniform = scores(uniform, tokens, [kind])
     np.testing.assert_allclose(by_uniform.values[kind], by_uniform.uniform[kind], atol=1e-12)
 
 
@@ -100,13 +95,12 @@ def test_correction_multiplies_by_heads_and_kinds_that_have_targets():
 
     alone = p(random_tokens(), ["previous"], 1)
     assert p(random_tokens(), ["previous", "current"], 3) == pytest.approx(min(1, 6 * alone)) and 0 < alone < 1
-    without_repeats = np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH))
-    assert p(without_repeats, ["previous", "induction"], 1) == alone
+    assert p(**WITHOUT_REPEATS, kinds=["previous", "induction"], heads=1) == alone
 
 
 def test_kind_without_targets_is_nan_and_has_no_heads():
-    tokens = np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH))
-    found = scores(softmax_patterns(0), tokens, ["induction", "previous"], untrained=softmax_patterns(1))
+    kinds = ["induction", "previous"]
+    found = scores(softmax_patterns(0), **WITHOUT_REPEATS, kinds=kinds, untrained=softmax_patterns(1))
     assert np.isnan(found.values["induction"]).all() and np.isnan(found.p["induction"]).all()
     assert not found.heads("induction") and not found.count["induction"]
     assert str(found).startswith("induction  no targets in these tokens\nprevious ")
@@ -136,6 +130,7 @@ def test_untrained_model_has_no_head_of_any_kind():
         ({"patterns": softmax_patterns(0) * np.nan}, "patterns has weights .*not finite"),
         ({"untrained": softmax_patterns(0)[:1]}, "untrained has 1 layers .*3 heads"),
         ({"untrained": softmax_patterns(0)[:, :, :1]}, "untrained has 2 layers .*1 heads"),
+        (WITHOUT_REPEATS | {"kinds": ["induction", "duplicate"]}, r"tokens \[16, 24\] .*induction, duplicate"),
     ],
 )
 def test_argument_that_does_not_fit_is_one_line(change, message):
@@ -143,10 +138,7 @@ def test_argument_that_does_not_fit_is_one_line(change, message):
         scores(**({"patterns": softmax_patterns(0), "tokens": random_tokens()} | change))
 
 
-def test_tokens_without_any_target_and_heads_that_were_not_tested_are_one_line():
-    tokens = np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH))
-    with pytest.raises(ValueError, match=r"tokens \[16, 24\] .*induction, duplicate"):
-        scores(softmax_patterns(0), tokens, ["induction", "duplicate"])
+def test_heads_that_were_not_tested_are_one_line():
     found = scores(softmax_patterns(0), random_tokens(), ["current"])
     with pytest.raises(ValueError, match="kind = 'sink' .*current"):
         found.heads("sink")

@@ -226,18 +226,14 @@ def test_damaged_checkpoint_is_left_out_of_all_and_refused_by_name(run, capsys, 
         (["--length=17"], "--length=17"),
         (["--out=nowhere/page.html"], "--out=nowhere/page.html: "),
         (["see.html"], "'see.html' is not expected here"),
+        (["--out={folder}/notes.html"], "is not a page of attnlab"),
     ],
 )
 def test_bad_option_of_a_run_is_one_line(options, expected, run, capsys, tmp_path):
-    out = [] if any("out" in option for option in options) else [f"--out={tmp_path}/page.html"]
-    assert expected in refused(capsys, run, *options, *out)
-    assert not (tmp_path / "page.html").exists()
-
-
-def test_file_of_the_user_is_never_overwritten(run, capsys, tmp_path):
     (tmp_path / "notes.html").write_text("my notes")
-    assert "is not a page of attnlab" in refused(capsys, run, f"--out={tmp_path}/notes.html")
-    assert (tmp_path / "notes.html").read_text() == "my notes"
+    out = [] if any("out" in option for option in options) else [f"--out={tmp_path}/page.html"]
+    assert expected in refused(capsys, run, *out, *(option.format(folder=tmp_path) for option in options))
+    assert not (tmp_path / "page.html").exists() and (tmp_path / "notes.html").read_text() == "my notes"
 
 
 def test_folder_without_a_run_is_one_line(gpt2, capsys, tmp_path):

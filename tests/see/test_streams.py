@@ -1,5 +1,7 @@
 """Contributions that sum to the logits."""
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -31,11 +33,17 @@ class AttentionOnly(nn.Module):
         return x + MultiHeadAttention(models.HEADS, name="attention")(x)
 
 
-class WithRMSNorm(nn.Module):
+class OneBlock(nn.Module):
+    """A block on a residual stream, a norm, and a layer of logits, of which `end` is the output."""
+
+    block: type = AttentionOnly
+    norm: type = nn.RMSNorm
+    end: Callable = jnp.positive
+
     @nn.compact
     def __call__(self, tokens):
-        x = AttentionOnly(name="layer")(nn.Embed(models.VOCABULARY, models.WIDTH)(tokens))
-        return nn.Dense(models.VOCABULARY)(nn.RMSNorm()(x))
+        x = self.block(name="block")(nn.Embed(models.VOCABULARY, models.WIDTH)(tokens))
+        return self.end(nn.Dense(models.VOCABULARY)(self.norm(name="norm")(x)))
 
 
 def of(logits, tokens):
@@ -49,7 +57,7 @@ def test_contributions_sum_to_the_logits(kind):
         "grouped": lambda: models.gpt(attention={"kv_heads": 2}),
         "flax": lambda: (models.Flax(), models.variables()),
         "hybrid": lambda: models.gpt(num_layers=3, use_bias=True, layers="gated_delta gru attention"),
-        "rms_norm": lambda: (WithRMSNorm(), models.variables(WithRMSNorm())),
+        "rms_norm": lambda: (OneBlock(), models.variables(OneBlock())),
     }[kind]()
     logits = np.asarray(jax.jit(model.apply)(params, TOKENS))
     parts = see.contributions(model, params, TOKENS, targets=OTHERS)
@@ -71,45 +79,25 @@ def test_contribution_of_a_head_is_what_its_removal_takes_from_a_model_without_n
         np.testing.assert_allclose(parts.heads[1, head], parts.logits - of(cut.out, OTHERS), atol=2e-5)
 
 
-class Nonlinear(nn.Module):
+class Scaled(nn.Module):
+    """The outputs of its heads do not enter the stream as they are."""
+
     @nn.compact
-    def __call__(self, tokens):
-        x = AttentionOnly(name="layer")(nn.Embed(models.VOCABULARY, models.WIDTH)(tokens))
-        return 3 * jnp.tanh(nn.Dense(models.VOCABULARY)(x))
+    def __call__(self, x):
+        return x + 0.1 * MultiHeadAttention(models.HEADS, name="attention")(nn.LayerNorm()(x))
 
 
 def test_models_of_another_form_are_refused_in_one_line():
-    layer, x = MultiHeadAttention(2), random(2, 7, 16)
-    params = parameters(layer, x)
-    for call, message in (
-        (
-            lambda: see.contributions(Nonlinear(), models.variables(Nonlinear()), TOKENS, targets=OTHERS),
-            "differ from the logits by",
-        ),
-        (lambda: see.contributions(layer, params, x, targets=OTHERS), "contributions need .*blocks"),
-        (lambda: see.contributions(models.nnx_model(), None, TOKENS, targets=OTHERS), "contributions .*flax.linen"),
+    layer, x, nonlinear, scaled = MultiHeadAttention(2), random(2, 7, 16), OneBlock(end=jnp.tanh), OneBlock(Scaled)
+    for model, params, inputs, message in (
+        (nonlinear, models.variables(nonlinear), TOKENS, "differ from the logits by"),
+        (scaled, models.variables(scaled), TOKENS, "blocks from a sum by"),
+        (layer, parameters(layer, x), x, "contributions need .*blocks"),
+        (models.nnx_model(), None, TOKENS, "contributions .*flax.linen"),
     ):
         with pytest.raises(ValueError, match=message) as error:
-            call()
+            see.contributions(model, params, inputs, targets=OTHERS)
         assert "\n" not in str(error.value)
-
-
-def test_contributions_refuse_blocks_that_are_no_sums():
-    """The heads' outputs do not enter the stream as they are."""
-
-    class Scaled(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return x + 0.1 * MultiHeadAttention(models.HEADS, name="attention")(nn.LayerNorm()(x))
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, tokens):
-            x = Scaled(name="block")(nn.Embed(models.VOCABULARY, models.WIDTH)(tokens))
-            return nn.Dense(models.VOCABULARY)(nn.LayerNorm()(x))
-
-    with pytest.raises(ValueError, match="blocks from a sum by"):
-        see.contributions(Net(), models.variables(Net()), TOKENS, targets=OTHERS)
 
 
 @pytest.mark.slow
@@ -126,13 +114,8 @@ def test_norms_of_ones_own_are_no_norms_of_flax():
         def __call__(self, x):
             return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
 
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, tokens):
-            x = AttentionOnly(name="layer")(nn.Embed(models.VOCABULARY, models.WIDTH)(tokens))
-            return nn.Dense(models.VOCABULARY)(RMSNorm(name="norm")(x))
-
-    params = models.variables(Net())
-    assert framed(Net(), params, (TOKENS,), {})[0].sites.norms == ()
+    model = OneBlock(norm=RMSNorm)
+    params = models.variables(model)
+    assert framed(model, params, (TOKENS,), {})[0].sites.norms == ()
     with pytest.raises(ValueError, match="no 'norm/norm'"):
-        see.edited(Net(), params, TOKENS, edits={"norm/norm": see.Put(1.0)})
+        see.edited(model, params, TOKENS, edits={"norm/norm": see.Put(1.0)})
