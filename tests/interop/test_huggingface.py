@@ -64,16 +64,6 @@ def test_export_without_biases_writes_zero_biases(small, tmp_path):
     np.testing.assert_array_equal(*jax.jit(lambda: [model.apply(params, tokens) for model, params in calls])())
 
 
-def test_export_of_a_padded_vocabulary_has_its_tokens_alone(small, tmp_path):
-    model, params = small
-    padded = model.over_tokens(8)
-    other, its_params = from_hf(save_hf(tmp_path / "gpt2", padded, params))
-    assert other == model.replace(vocab_size=8) and its_params["params"]["embed"]["embedding"].shape == (8, 8)
-    tokens = np.array([[1, 2, 3]])
-    found, expected = jax.jit(lambda: (other.apply(its_params, tokens), padded.apply(params, tokens)))()
-    np.testing.assert_allclose(found, expected, atol=1e-6)  # products of other sizes
-
-
 def test_export_converts_parameters_to_float32(small, tmp_path):
     model, params = small
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -124,14 +114,6 @@ def test_damaged_file_is_one_line_with_what_the_library_says(small, tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_pipe_in_place_of_a_file_is_not_waited_for(small, tmp_path):
-    file = save_hf(tmp_path / "gpt2", *small) / "model.safetensors"
-    file.unlink()
-    os.mkfifo(file)
-    with pytest.raises(UserError, match="model.safetensors is missing"):
-        from_hf(file.parent)
-
-
 def test_source_that_is_no_model_raises_one_line(small, tmp_path, own_errors):
     folder = save_hf(tmp_path / "gpt2", *small)
     for source, message in (
@@ -153,8 +135,10 @@ def test_source_that_is_no_model_raises_one_line(small, tmp_path, own_errors):
             from_hf(folder)
     (folder / "model.safetensors.index.json").unlink()
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match="model.safetensors is missing"):
-        from_hf(folder)
+    for _ in range(2):
+        with pytest.raises(UserError, match="model.safetensors is missing"):
+            from_hf(folder)
+        (folder / "model.safetensors").exists() or os.mkfifo(folder / "model.safetensors")  # is not waited for
     (folder / "config.json").unlink()
     with pytest.raises(UserError, match="config.json is missing.*heads"):
         from_hf(folder)

@@ -181,7 +181,6 @@ IGNORED = {
         {"sliding_window": 7, "layer_types": [LOCAL] * 6},
         "sliding_window, layer_types in its config",
     ),
-    "bias": ("mistral", {"attention_bias": True}, "attention_bias .*is ignored.*MistralForCausalLM"),
     "newer fraction": (
         *("qwen3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
         "rope_parameters.partial_rotary_factor .*is ignored",

@@ -65,101 +65,46 @@ LATENT_SCALES = [
     {"rope_type": "default", "rope_theta": 500.0, "mscale_all_dim": 2.0},
 ]
 # The values that are drawn for options of a config.json; for others, the default and one beside it.
-VALUES = {
-    "activation_function": ACTIVATIONS,
-    "attention_bias": [False, True],
-    "attn_logit_softcapping": [None, 1.5],
-    "bos_token_id": [None, 3],
-    "eos_token_id": [None, 2, [1, 2]],
-    "final_logit_softcapping": [None, 2.0],
-    "head_dim": [None, 4, 8],
-    "hidden_act": ACTIVATIONS,
-    "hidden_activation": ACTIVATIONS,
-    "layer_norm_epsilon": [1e-5, 1e-1],
-    "layer_types": KINDS,
-    "max_window_layers": [0, 1, 2, 28],
-    "mlp_bias": [False, True],
-    "n_inner": [None, 24],
-    "num_attention_heads": [4, 2],
-    "num_key_value_heads": [4, 2, 1, None],
-    "original_max_position_embeddings": [16, 32],
-    "pad_token_id": [None, 0, 5],
-    "query_pre_attn_scalar": [4, 16, 256],
-    "rms_norm_eps": [1e-6, 1e-1],
-    "rope_parameters": [None, *SCALES],
-    "sliding_window": [None, 3, 6],
-    "use_bidirectional_attention": [None, False, True],
-}
+VALUES = {"activation_function": ACTIVATIONS, "hidden_act": ACTIVATIONS, "hidden_activation": ACTIVATIONS}
+VALUES |= {"attention_bias": [False, True], "mlp_bias": [False, True], "head_dim": [None, 4, 8], "n_inner": [None, 24]}
+VALUES |= {"num_attention_heads": [4, 2], "num_key_value_heads": [4, 2, 1, None], "query_pre_attn_scalar": [4, 16, 256]}
+VALUES |= {"attn_logit_softcapping": [None, 1.5], "final_logit_softcapping": [None, 2.0], "pad_token_id": [None, 0, 5]}
+VALUES |= {"layer_types": KINDS, "max_window_layers": [0, 1, 2, 28], "use_bidirectional_attention": [None, False, True]}
+VALUES |= {"layer_norm_epsilon": [1e-5, 1e-1], "rms_norm_eps": [1e-6, 1e-1], "rope_parameters": [None, *SCALES]}
+VALUES |= {"original_max_position_embeddings": [16, 32], "sliding_window": [None, 3, 6]}
+VALUES |= {"bos_token_id": [None, 3], "eos_token_id": [None, 2, [1, 2]]}
 SILU = ["silu", "silu", "silu", "swish", "gelu"]  # the others are refused
 HYBRIDS = [[RECURRENT, GLOBAL], [GLOBAL, RECURRENT], [RECURRENT] * 2, [GLOBAL] * 2, [LOCAL, RECURRENT], None]
 LIMITS = [[0.0, float("inf")], [0.0, {"__float__": "Infinity"}], [0.0, 0.5], [0.01, float("inf")], None]
 # The same of families with recurrent layers, in place of the values above.
-DELTA_VALUES = {
-    "hidden_act": SILU,
-    "layer_types": HYBRIDS,
-    "linear_conv_kernel_dim": [4, 2, 1],
-    "linear_num_key_heads": [2, 1, 4],
-    "linear_num_value_heads": [4, 8, 2],
-}
+DELTA_VALUES = {"hidden_act": SILU, "layer_types": HYBRIDS, "linear_conv_kernel_dim": [4, 2, 1]}
+DELTA_VALUES |= {"linear_num_key_heads": [2, 1, 4], "linear_num_value_heads": [4, 8, 2]}
 VALUES_OF = {
     "qwen3_next": DELTA_VALUES
-    | {
-        "head_dim": [8, 16],  # of which a quarter is an even number of features
-        "mlp_only_layers": [None, [], [0], [0, 1]],
-        "moe_intermediate_size": [8],
-        "num_experts": [0, 2, 4],
-        "num_experts_per_tok": [1, 2],
-        "shared_expert_intermediate_size": [8],
-    },
+    | {"head_dim": [8, 16], "mlp_only_layers": [None, [], [0], [0, 1]]}  # a quarter of a head is an even number
+    | {"num_experts": [0, 2, 4], "num_experts_per_tok": [1, 2]}
+    | {"moe_intermediate_size": [8], "shared_expert_intermediate_size": [8]},
     "olmo_hybrid": DELTA_VALUES
     | {"linear_num_key_heads": [2, 1, None], "linear_num_value_heads": [4, 8, None]}
     | {"rope_parameters": [NO_POSITIONS["rope_parameters"], {"rope_theta": None}, None, *SCALES]},
     "mamba2": {"conv_kernel": [4, 2, 1], "expand": [2, 2, 1, 4], "head_dim": [8, 4, 16], "hidden_act": SILU}
     | {"n_groups": [2, 1, 4], "num_heads": [4, 4, 2, 8], "time_step_limit": LIMITS},
-    "bamba": {
-        "attn_layer_indices": [None, [], [0], [1], [0, 1], [1, 9]],
-        "hidden_act": SILU,
-        "hidden_size": [16, 32],  # of which half a head is an even number of features
-        "mamba_d_head": ["auto", 8, 4],
-        "mamba_expand": [2, 1, 4],
-        "mamba_n_groups": [2, 1, 4],
-        "mamba_n_heads": [4, 2, 8],
-        "time_step_limit": LIMITS,
-    },
+    "bamba": {"attn_layer_indices": [None, [], [0], [1], [0, 1], [1, 9]], "hidden_act": SILU}
+    | {"hidden_size": [16, 32], "mamba_d_head": ["auto", 8, 4]}  # half a head is an even number of features
+    | {"mamba_expand": [2, 1, 4], "mamba_n_groups": [2, 1, 4], "mamba_n_heads": [4, 2, 8], "time_step_limit": LIMITS},
     "diffllama": {"head_dim": [None, 6, 8], "lambda_std_dev": [0.1, 0.5]},
-    "deepseek_v3": {
-        "first_k_dense_replace": [2, 2, 2, 1, 0, 3, 61],
-        "head_dim": [4, 8],
-        "kv_lora_rank": [10, 12, 40],
-        "num_attention_heads": [4, 3],
-        "num_experts_per_tok": [2, 1],
-        "num_key_value_heads": [4, 4, 3, 2, None],
-        "num_mtp_layers": [1, 0, 2],
-        "q_lora_rank": [None, 12, 14],
-        "qk_nope_head_dim": [6, 9],
-        "rope_interleave": [True, False, None],
-        "rope_parameters": [None, *SCALES, *LATENT_SCALES, *LATENT_SCALES],
-    },
+    "deepseek_v3": {"first_k_dense_replace": [2, 2, 2, 1, 0, 3, 61], "head_dim": [4, 8], "kv_lora_rank": [10, 12, 40]}
+    | {"num_attention_heads": [4, 3], "num_key_value_heads": [4, 4, 3, 2, None], "num_experts_per_tok": [2, 1]}
+    | {"num_mtp_layers": [1, 0, 2], "q_lora_rank": [None, 12, 14], "qk_nope_head_dim": [6, 9]}
+    | {"rope_interleave": [True, False, None]}
+    | {"rope_parameters": [None, *SCALES, *LATENT_SCALES, *LATENT_SCALES]},
 }
 # Options of older files and of other families, which transformers takes in any config.json.
-OTHERS = {
-    "rope_theta": [1e4, 50.0],
-    "rope_scaling": [None, *SCALES],
-    "rope_local_base_freq": [1e4, 30.0],
-    "partial_rotary_factor": [1.0, 0.5],
-    "sliding_window_pattern": [2, 3],
-    "is_causal": [True, False],
-    "is_decoder": [True, False],
-    "clip_qkv": [None, 8.0],
-    "logit_scale": [0.5],
-    "qk_norm": [True],
-    "rope_interleaved": [False, True],
-    "position_embedding_type": ["absolute", "relative_key"],
-    "torch_dtype": ["float32"],
-    "_name_or_path": ["somebody/model"],
-    "n_ctx": [32],
-    "nonsense": [1],
-}
+OTHERS = {"rope_theta": [1e4, 50.0], "rope_scaling": [None, *SCALES], "rope_local_base_freq": [1e4, 30.0]}
+OTHERS |= {"rope_interleaved": [False, True], "partial_rotary_factor": [1.0, 0.5], "sliding_window_pattern": [2, 3]}
+OTHERS |= {"position_embedding_type": ["absolute", "relative_key"], "is_causal": [True, False], "qk_norm": [True]}
+OTHERS |= {"is_decoder": [True, False], "clip_qkv": [None, 8.0], "logit_scale": [0.5], "torch_dtype": ["float32"]}
+OTHERS |= {"_name_or_path": ["somebody/model"], "n_ctx": [32], "nonsense": [1]}
 OTHERS_OF = {
     "deepseek_v3": {"num_nextn_predict_layers": [0, 1], "moe_layer_freq": [1], "qk_head_dim": [10], "head_dim": [4, 8]},
     "qwen3_next": {"full_attention_interval": [2, 1, 3]},

@@ -87,7 +87,6 @@ def test_unsupported_torch_module_raises_by_name():
     other_epsilon.norm2.eps, other_rate.dropout2.p = 0.1, 0.3
     for source, message in (
         (attention(8, 2, add_bias_kv=True), "MultiheadAttention has bias_k"),
-        (attention(8, 2, add_zero_attn=True), "MultiheadAttention has add_zero_attn"),
         (attention(8, 2, kdim=4, vdim=6), "kdim = 4 and vdim = 6"),
         (layer(8, 2, activation=torch.nn.Mish()), r"activation Mish\(\): .*relu, gelu or silu"),
         (torch.nn.Linear(2, 2), "convert a Linear: .*torch.nn.MultiheadAttention"),

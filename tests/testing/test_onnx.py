@@ -91,12 +91,9 @@ def test_attention_gives_the_published_results(attributes, inputs, outputs):
         mods += (ScoreFn(lambda s, b, h, i, j, x, starts: s + x[b, h, i - starts[b], j], *arrays),)
         bias = None
     scale = attributes.get("scale")
-    out = attnlab.attention(q, k, v, mask, mods or None, bias, scale, **jnp_positions(positions))
+    positions = {name: jnp.asarray(x, jnp.int32) for name, x in positions.items()}
+    out = attnlab.attention(q, k, v, mask, mods or None, bias, scale, **positions)
     assert_near(out, by_head(outputs["Y"], heads))
-
-
-def jnp_positions(positions):
-    return {name: jnp.asarray(x, jnp.int32) for name, x in positions.items()}
 
 
 @pytest.mark.parametrize("attributes, inputs, outputs", vectors("linear_attention"))
