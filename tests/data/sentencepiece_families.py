@@ -16,14 +16,11 @@ DECODER = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(
 STRIP = decoders.Strip(" ", 1, 0)
 
 
-def words():
-    return ["▁" + word for word in VERSE.replace("\n", " \n ").split(" ")]
-
-
 def bpe():
     """A BPE with pieces of words after "<unk>", "<s>", "</s>" and the bytes."""
-    trained = library.Tokenizer(models.BPE())
-    trained.train_from_iterator(words(), trainers.BpeTrainer(vocab_size=120, show_progress=False))
+    trained, words = library.Tokenizer(models.BPE()), VERSE.replace("\n", " \n ").split(" ")
+    trainer = trainers.BpeTrainer(vocab_size=120, show_progress=False)
+    trained.train_from_iterator(["▁" + word for word in words], trainer)
     model = json.loads(trained.to_str())["model"]
     vocabulary = [*ADDED, *BYTES, *sorted(model["vocab"], key=model["vocab"].get)]
     ids = {token: i for i, token in enumerate(vocabulary)}

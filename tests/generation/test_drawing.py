@@ -55,12 +55,9 @@ def test_draw_equals_transformers_processors():
     rng = np.random.default_rng(0)
     logits, text = rng.normal(size=(3, 40)).astype(np.float32) * 3, rng.integers(0, 40, (3, 9))
     options = {"temperature": 0.7, "top_k": 25, "top_p": 0.95, "min_p": 0.02}
-    processors = [transformers.RepetitionPenaltyLogitsProcessor(1.4), transformers.TemperatureLogitsWarper(0.7)]
-    processors += [transformers.TopKLogitsWarper(25), transformers.TopPLogitsWarper(0.95)]
-    processors += [transformers.MinPLogitsWarper(0.02)]
-    scores = torch.tensor(logits)
-    for processor in processors:
-        scores = processor(torch.tensor(text), scores)
+    scores = transformers.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor(text), torch.tensor(logits))
+    for name, value in zip(("Temperature", "TopK", "TopP", "MinP"), options.values()):
+        scores = getattr(transformers, f"{name}LogitsWarper")(value)(torch.tensor(text), scores)
     expected = torch.softmax(scores, -1).numpy()
     seen = np.zeros((3, 40), bool)
     np.put_along_axis(seen, text, True, axis=1)

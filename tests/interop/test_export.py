@@ -63,8 +63,7 @@ def test_export_uses_cpu_barriers_on_cpu_only():
     model = MODEL.replace(dtype=jnp.bfloat16)
     exported = {name: export_step(model, PARAMS, platforms=name) for name in PLATFORMS}
     assert all(step.platforms == (name,) for name, step in exported.items())
-    found = [name for name, step in exported.items() if "optimization_barrier" in step.mlir_module()]
-    assert found == ["cpu"]
+    assert [name for name, step in exported.items() if "optimization_barrier" in step.mlir_module()] == ["cpu"]
 
 
 def test_export_capacity_may_exceed_context():

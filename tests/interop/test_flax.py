@@ -315,27 +315,18 @@ def test_linen_module_in_nnx_equals_linen_and_trains():
     assert losses == sorted(losses, reverse=True)
 
 
-class Mixer(nnx.Module):
-    """An NNX layer with attnlab's operator."""
-
-    def __init__(self, rngs):
-        self.layer = nnx.MultiHeadAttention(4, 8, decode=False, attention_fn=attention_fn(Causal()), rngs=rngs)
-
-    def __call__(self, x):
-        return self.layer(x)
-
-
 def test_nnx_module_in_linen_equals_multihead():
-    module, ours = bridge.to_linen(Mixer), MultiHeadAttention(num_heads=4, mask=Causal())
+    module = bridge.to_linen(nnx.MultiHeadAttention, 4, 8, decode=False, attention_fn=attention_fn(Causal()))
+    ours = MultiHeadAttention(num_heads=4, mask=Causal())
     variables = jax.jit(module.init)(jax.random.key(1), X)
     params = parameters(ours, X)["params"]
-    assert jax.tree.map(np.shape, variables["params"]["layer"]) == jax.tree.map(np.shape, params)
+    assert jax.tree.map(np.shape, variables["params"]) == jax.tree.map(np.shape, params)
 
     def with_gradient(apply):
         return apply(params), jax.grad(lambda params: (apply(params) ** 2).sum())(params)
 
     def both():
-        nnx_apply = with_gradient(lambda params: module.apply(variables | {"params": {"layer": params}}, X))
+        nnx_apply = with_gradient(lambda params: module.apply(variables | {"params": params}, X))
         return nnx_apply, with_gradient(lambda params: ours.apply({"params": params}, X))
 
     (out, gradient), (expected, plain) = jax.jit(both)()

@@ -14,7 +14,7 @@ from tests.interop.huggingface_peers import gpt2
 LLAMA = {"model_type": "llama", "vocab_size": 67, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 6}
 LLAMA |= {"num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": 256}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-YARN = {"type": "yarn", "factor": 4.0}
+YARN, LINEAR = {"type": "yarn", "factor": 4.0}, {"type": "linear", "factor": 2.0}
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
@@ -59,8 +59,8 @@ def test_defaults_are_those_of_each_family():
 ROTARY = {
     "old base": ({"rope_theta": 5e5}, Rotary(5e5)),
     "new base": ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, Rotary(5e5)),
-    "old linear": ({"rope_scaling": {"type": "linear", "factor": 2}}, Rotary(scaling="linear", factor=2.0)),
-    "a factor of 1": ({"rope_scaling": {"type": "linear", "factor": 1}}, Rotary()),
+    "old linear": ({"rope_scaling": LINEAR | {"factor": 2}}, Rotary(scaling="linear", factor=2.0)),
+    "a factor of 1": ({"rope_scaling": LINEAR | {"factor": 1}}, Rotary()),
     "yarn of factor 1": ({"rope_scaling": YARN | {"factor": 1.0}}, Rotary()),
     "both names": (
         {"rope_scaling": {"rope_type": "llama3", "type": "llama3", **LLAMA3}, "rope_theta": 5e5},
@@ -146,11 +146,7 @@ REFUSED = {
     "quantised": ("llama", {"quantization_config": {"bits": 4}}, "quantised weights"),
     "longrope": ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling: type = 'longrope' .*llama3, yarn"),
     "Phi-3's yarn": ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling = .*yarn.*no scaling"),
-    "fraction": (
-        "llama",
-        {"rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5},
-        "partial_rotary_factor = 0.5 .*'linear'",
-    ),
+    "fraction": ("llama", {"rope_scaling": LINEAR, "partial_rotary_factor": 0.5}, "rotary_factor = 0.5 .*'linear'"),
     "no name": ([], {}, r"model_type = \[\]"),
     "positions of kinds": ("llama", {"rope_scaling": {GLOBAL: {"type": "default"}}}, "expected one for all layers"),
     "window off": ("qwen3", {"layer_types": [LOCAL] * 6}, "use_sliding_window = False"),
@@ -176,11 +172,7 @@ def test_unsupported_option_is_refused_by_name(model_type, options, message):
 
 # What transformers does not read either: the model stays as it is without it.
 IGNORED = {
-    "windows": (
-        "olmo2",
-        {"sliding_window": 7, "layer_types": [LOCAL] * 6},
-        "sliding_window, layer_types in its config",
-    ),
+    "windows": ("olmo2", {"sliding_window": 7, "layer_types": [LOCAL] * 6}, "sliding_window, layer_types in its"),
     "newer fraction": (
         *("qwen3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
         "rope_parameters.partial_rotary_factor .*is ignored",
@@ -275,16 +267,7 @@ def test_mscale_of_all_dimensions_scales_the_scores_of_latent_attention():
     assert layer_of("llama", rope_scaling=yarn | {"mscale_all_dim": 1.0}).scale is None
 
 
-def test_recurrent_layers_that_say_the_same_are_one_config():
-    mamba2 = GPT.of(layers="mamba2", num_layers=2, width=16, mlp_ratio=0.0, norm="rms")
-    said = layers("mamba2", heads=1, key_dim=8, value_heads=4, value_dim=8)
-    assert make_config(mamba2.replace(num_heads=2, **said)) == make_config(mamba2)
-    assert make_config(mamba2)["model_type"] == "mamba2"
-    fed = mamba2.replace(mlp_ratio=2.0, mlp="gated", activation="silu")
-    assert make_config(fed)["model_type"] == "bamba"
-
-
-MODEL = model_of("llama")
+MODEL, MAMBA = model_of("llama"), GPT.of(layers="mamba2", num_layers=2, width=16, mlp_ratio=0.0, norm="rms")
 HYBRID = {"layers": (layer("gated_delta", gate=False), layer(qk_norm=True, qk_norm_joint=True))}
 ALONE = {"mlp_ratio": 0.0, "mlp": "plain", "activation": "gelu_tanh"}
 EXPORTS = {
@@ -314,6 +297,8 @@ def test_fields_that_say_the_same_are_one_config():
     same += [layers("attention"), {"dropout": 0.5, "remat": "block"}, {"positions": "auto"}]
     for changes in same:
         assert make_config(MODEL.replace(**changes)) == make_config(MODEL)
+    said = layers("mamba2", heads=1, key_dim=8, value_heads=4, value_dim=8)
+    assert make_config(MAMBA.replace(num_heads=2, **said)) == make_config(MAMBA)
 
 
 def test_family_is_the_first_that_has_the_model():
@@ -328,4 +313,6 @@ def test_family_is_the_first_that_has_the_model():
     ):
         assert make_config(MODEL.replace(**changes))["model_type"] == family
     assert make_config(MODEL, "phi3")["model_type"] == "phi3"
-    assert make_config(gpt2(num_layers=1, num_heads=2, width=8))["model_type"] == "gpt2"
+    fed = MAMBA.replace(mlp_ratio=2.0, mlp="gated", activation="silu")
+    for model, family in ((gpt2(num_layers=1, num_heads=2, width=8), "gpt2"), (MAMBA, "mamba2"), (fed, "bamba")):
+        assert make_config(model)["model_type"] == family

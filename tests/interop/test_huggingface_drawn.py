@@ -123,12 +123,9 @@ def torch_and_class(family):
 
 def beside(default):
     """A default, and another value of its type."""
-    match default:
-        case bool():
-            return [default, not default]
-        case int() | float():
-            return [default, 2 * default if default else 0.1]
-    return [default]
+    if isinstance(default, bool):
+        return [default, not default]
+    return [default, 2 * default or 0.1] if isinstance(default, int | float) else [default]
 
 
 def drawn(family, draw):

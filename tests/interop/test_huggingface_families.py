@@ -19,7 +19,6 @@ from tests.training import test_pretrained
 
 # Windows, norms and scales of attention; recurrent layers; latents.
 FAST = ("gemma3_text", "qwen3_next", "deepseek_v3")
-DECODED = FAST[1:2]
 
 
 def reads(name, folder):
@@ -50,7 +49,7 @@ def rows():
     for name in peers.PEERS:
         checks = [reads] if "deepseek" in name else [reads, writes]  # which models do not go out to
         for check in checks if name.endswith("-2") else [*checks, decodes]:
-            marks = [] if name in (DECODED if check is decodes else FAST) else pytest.mark.slow
+            marks = [] if name in (FAST[1:2] if check is decodes else FAST) else pytest.mark.slow
             yield pytest.param(check, name, marks=marks, id=f"{check.__name__}-{name}")
 
 

@@ -24,13 +24,6 @@ def random_tokens(seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB, (BATCH, LENGTH))
 
 
-def ideal_pattern(kind: str, tokens: np.ndarray) -> np.ndarray:
-    """All weight on the targets, spread evenly, and on the first key where there are none; `[1, B, 1, T, T]`."""
-    wanted = targets(kind, tokens).astype(float)
-    wanted[..., 0] += wanted.sum(-1) == 0
-    return (wanted / wanted.sum(-1, keepdims=True))[None, :, None]
-
-
 def loops_over_queries(kind: str, pattern: np.ndarray, tokens: np.ndarray) -> float:
     """A head's score by its definition."""
     found = []
@@ -69,8 +62,12 @@ def test_entropy_is_in_nats_over_queries_that_can_choose():
 
 @pytest.mark.parametrize("kind", DETECTED | {"current": "", "sink": ""})
 def test_ideal_head_scores_one_and_is_found(kind):
+    """All weight is on the targets, spread evenly, and on the first key where there are none."""
     tokens = random_tokens()
-    found = scores(ideal_pattern(kind, tokens), tokens, [kind], untrained=softmax_patterns(1, layers=1))
+    weights = targets(kind, tokens).astype(float)
+    weights[..., 0] += weights.sum(-1) == 0
+    ideal = (weights / weights.sum(-1, keepdims=True))[None, :, None]
+    found = scores(ideal, tokens, [kind], untrained=softmax_patterns(1, layers=1))
     assert found.values[kind] == pytest.approx(1)
     assert found.heads(kind) == [(0, 0)]
 

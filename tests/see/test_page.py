@@ -76,10 +76,7 @@ def test_steps_are_sorted_and_tables_are_by_step_with_absent_heads_null():
     assert data["tables"]["induction"][1] == [[0.1, 0.2, 0.33333], [10, 0.5, None]]
     assert data["tables"]["effect"][0] == [[0, 0, 1], [-1, 0, None]]
     assert data["tables"]["entropy"][0][1][2] is None
-
-
-def test_scores_of_one_run_are_an_object_with_values():
-    scores = types.SimpleNamespace(values={"sink": np.ones((1, 2))})
+    scores = types.SimpleNamespace(values={"sink": np.ones((1, 2))})  # of one run
     data = data_of(page(run_of(causal_patterns(0, 1, 2, 12)), TOKENS, scores=scores))
     assert data["tables"]["sink"] == [[[1, 1]]] and data["steps"] == [None]
 

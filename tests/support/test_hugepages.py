@@ -1,3 +1,5 @@
+"""Programs that restart themselves with huge pages, once, as the same process with the same arguments."""
+
 import os
 import subprocess
 import sys
@@ -44,8 +46,12 @@ def test_restart_keeps_process_and_arguments(start, tmp_path):
     assert out.split(maxsplit=1) == [str(running.pid), "glibc.malloc.hugetlb=1 ['--a', 'b c']\n"]
 
 
-@pytest.mark.parametrize("where", ["another program", "restarted without effect"])
-def test_restart_elsewhere_does_nothing(where):
+@pytest.mark.parametrize(
+    "more, variables",
+    [([], {}), (["-m", "attnlab.train"], {"ATTNLAB_RESTARTED": "1"})],
+    ids=["another program", "restarted without effect"],
+)
+def test_restart_elsewhere_does_nothing(more, variables):
     program = f"""
 import os, sys
 sys.path.append({str(Path(hugepages.__file__).parent)!r})
@@ -54,9 +60,7 @@ import hugepages
 hugepages.restart("attnlab.train")
 print("GLIBC_TUNABLES" in os.environ)
 """
-    command, environment = [sys.executable, "-c", program], dict(os.environ)
-    environment.pop("GLIBC_TUNABLES", None)
-    if where != "another program":
-        command, environment = [*command, "-m", "attnlab.train"], environment | {"ATTNLAB_RESTARTED": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"} | variables
+    command = [sys.executable, "-c", program, *more]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "once\nFalse\n"
