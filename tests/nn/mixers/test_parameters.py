@@ -160,7 +160,7 @@ def test_muon_moves_what_multiplies_features_and_weight_decay_kernels_alone(kind
 
 def test_kinds_whose_parameters_are_listed_are_all():
     listed, known = set(" ".join(LEFT_TO_ADAMW).split()), {kind for kind in KINDS if not custom.is_custom(kind)}
-    assert listed == known, "a kind needs rows in LEFT_TO_ADAMW and SHAPES here, and in LAYERS of tests/nn/test_layers.py"
+    assert listed == known, "a kind needs rows in SHAPES and LEFT_TO_ADAMW, and in LAYERS of tests/nn/test_layers.py"
 
 
 def test_linear_attention_state_has_the_features_of_the_map_and_a_sum_of_keys():
