@@ -303,7 +303,7 @@ class Experiment:
 
 
 def _compiled(config: RunConfig) -> tuple[str, str]:
-    """What a config's program depends on: fields, and the code of custom layers."""
+    """Fields of a config that its programs depend on, and the version of its custom layers."""
     fields = {name: x for name, x in config.fields.items() if not {name, name.partition(".")[0]} & NOT_COMPILED}
     return repr(fields), custom.version(config.model.used)
 
