@@ -51,8 +51,6 @@ INVALID = [
         "attention.value_residual = True: expected in all layers or none, which are attention, gru",
     ),
 ]
-
-
 NO_FIELD = [
     ({"layers": "forget", "forget": {"rotary": {}}}, "forget.rotary = {}: no such option"),
     ({"layers": "differential", "differential": {"sinks": True}}, "differential.sinks = True: no such option"),

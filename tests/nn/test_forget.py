@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import attnlab
-from attnlab.masks import Causal
+from attnlab.masks import Causal, SlidingWindow
 from attnlab.nn import GPT, KVCache, MultiHeadAttention, sharding
 from attnlab.score_mods import Forget
 from attnlab.training.optimizer import decayed
@@ -48,11 +48,13 @@ def test_gate_parameters_have_shapes_and_initial_values_of_the_papers():
     assert [name for name, leaves in shapes.items() if "bias" in leaves] == ["forget"]
 
 
-def test_rolling_cache_keeps_sums_small():
+def test_rolling_cache_equals_window_and_keeps_sums_small():
     """Beyond the capacity: sums count from the newest position, so they do not grow with the text."""
     x, cache = np.tile(X, (1, 4, 1)), EMPTY
-    for token in np.split(x, 28, axis=1):
-        _, cache = APPLY(PARAMS, token, cache=cache)
+    expected = jax.jit(MODULE.apply)(PARAMS, x, mask=SlidingWindow(7))
+    for t in range(28):
+        out, cache = APPLY(PARAMS, x[:, t : t + 1], cache=cache)
+        near(out[:, 0], expected[:, t])
     steps = -np.log(sigmoid(x @ PARAMS["params"]["forget"]["kernel"] + PARAMS["params"]["forget"]["bias"]))
     assert np.abs(cache.forget).max() <= 8 * steps.max()
 
