@@ -121,7 +121,8 @@ def test_stacked_layers_have_the_loss_and_gradients_of_single_ones(options, rema
     # delta rule's short keys amplify.
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     of_layer = 5e-6 if options.get("layers") == "gated_delta" else 1e-6
-    atol = of_layer * model.config.num_layers * max(np.abs(x).max() for x in jax.tree.leaves(slopes))
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(slopes))
+    atol = min(1e-5, of_layer * model.config.num_layers * largest)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), unstack_layers(stacked), slopes)
 
 
