@@ -116,7 +116,8 @@ class Experiment:
         self._first = self  # whose programs these are
         if (programs := _PROGRAMS.get()) is not None:
             own = map(_hashable, (model, mask, score_mod, optimizer))
-            self._first = programs.setdefault((*_compiled(config), vocab_size, repr(extensions), *own), self)
+            key = *_compiled(config), self.parallel, vocab_size, repr(extensions), *own
+            self._first = programs.setdefault(key, self)
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
