@@ -13,7 +13,7 @@ from attnlab import config as configs
 from attnlab.data.batches import TrainBatches
 from attnlab.nn import GPT, Mlp
 from attnlab.training import parallel, run
-from attnlab.training.experiment import Experiment
+from attnlab.training.experiment import Experiment, shared_programs
 from tests.parameters import parameters
 
 BATCHES = TrainBatches(np.arange(400) % 31, context=8, batch_size=4, seed=0)
@@ -53,6 +53,29 @@ def test_program_of_a_step_is_that_of_any_seed_and_learning_rate(strategy, name)
 
     assert program() == program(**(OF_MUON if name == "muon" else OTHERS))
     assert program() != program(**{"optimizer.weight_decay": 0.3})
+
+
+def test_experiments_in_a_context_trace_the_same_program_once():
+    calls = []
+
+    class Counted(Small):
+        def __call__(self, tokens, **options):
+            calls.append(tokens.shape)
+            return super().__call__(tokens, **options)
+
+    def losses(made):
+        return made.train_steps(made.create_state(), [BATCHES[0]])[1]["loss"]
+
+    alone = losses(experiment(model=Counted(), **OTHERS))
+    with shared_programs():
+        losses(experiment(model=Counted()))
+        traced = len(calls)
+        np.testing.assert_array_equal(losses(experiment(model=Counted(), **OTHERS)), alone)
+        assert len(calls) == traced + 2  # its model is asked for the shapes of parameters and logits, and no more
+        for other in ({"strategy": "pmap"}, {"model": Counted(0.3)}, {"optimizer.weight_decay": 0.3}):
+            before = len(calls)
+            losses(experiment(**{"model": Counted()} | other))
+            assert len(calls) > before + 2
 
 
 @pytest.mark.parametrize("name, fields", [SLOW("adamw", OTHERS), ("muon", OF_MUON)])  # it gives biases to adamw
