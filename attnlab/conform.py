@@ -39,6 +39,7 @@ from attnlab.testing.check import Row
 
 HERE = Path(__file__).parent / "testing" / "page"
 FILES = ("conformance.json", "conformance.html")
+START = 60.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -152,14 +153,18 @@ def checked(asked: dict, features: list[str], timeout: float) -> tuple[str, list
 
 
 def _messages(worker: subprocess.Popen, timeout: float, silent: threading.Event) -> Iterator[dict]:
-    """Lines that a process prints; one that is silent for `timeout` seconds is killed, and the event set."""
+    """Lines that a process prints; one that is silent for `timeout` seconds is killed, and the event set.
+
+    Before the first line, when it imports JAX and the function's module, it has `START` seconds more.
+    """
+    more = START
 
     def kill() -> None:
         silent.set()
         worker.kill()
 
     while True:
-        timer = threading.Timer(timeout, kill)
+        timer = threading.Timer(timeout + more, kill)
         timer.start()
         try:
             line = worker.stdout.readline()
@@ -168,6 +173,7 @@ def _messages(worker: subprocess.Popen, timeout: float, silent: threading.Event)
         if not line:
             return
         yield json.loads(line)
+        more = 0.0
 
 
 def _environment() -> dict[str, str]:
