@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import types
 from unittest import mock
 
 import jax
@@ -119,7 +120,7 @@ def test_events_without_tensorboardx_are_given_up_in_one_line(tmp_path, monkeypa
 
 
 def test_trackers_get_the_numbers_of_each_record(tmp_path):
-    tracker = mock.Mock(spec=["log", "close"])
+    tracker = types.SimpleNamespace(log=mock.Mock(), close=mock.Mock())
     log = metrics.MetricsLog(tmp_path / "metrics.jsonl", trackers=[tracker])
     log.write(step=1, split="train", loss=1.0, note="no number", none=None)
     log.write(step=1, split="val", loss=1.0)
