@@ -227,7 +227,10 @@ def test_function_goes_on_where_the_command_was(finished, monkeypatch, capsys):
     monkeypatch.setattr(workers, "subprocess", SimpleNamespace(DEVNULL=None, STDOUT=None))  # which starts nothing
     variants, text = {"rotary": {}, "window": {"model.attention.window": 4}}, part_of(finished[0], "text")
     options = {"workdir": finished[0], "seeds": 2, "learning_rates": [1e-2], "tasks": ["text", PARITY]}
+    tables = sorted(finished[0].glob("*/table.csv"))
+    before = [path.read_bytes() for path in tables]
     found = comparing.compare(OPTIONS, variants, **options)
+    assert [path.read_bytes() for path in tables] == before and len(tables) == 2
     assert capsys.readouterr().out.count("4 of 4 runs are finished, and are kept") == 2
     rows = [{k: x for k, x in row.items() if k != "task"} for row in found.rows if row["task"] == "text"]
     assert rows == comparing.read(text) and found.verdict("window", "text") == rows[1]["verdict"] and not found.failed
@@ -261,16 +264,6 @@ def test_losses_by_position_are_of_the_second_half_of_the_held_out_text(finished
     window = comparing.read(text)[1]
     found = [window[f"loss_{times}x"] for times in (1, 2, 4)]
     np.testing.assert_allclose(found, [expected[0].mean(), expected[1].mean(), expected[2:].mean()], rtol=1e-5)
-
-
-def test_second_run_trains_and_measures_nothing_and_writes_the_same_table(finished, monkeypatch, capsys):
-    folder, file, _ = finished
-    tables = sorted(folder.glob("*/table.csv"))
-    before = [path.read_bytes() for path in tables]
-    monkeypatch.setattr(workers, "subprocess", SimpleNamespace(DEVNULL=None, STDOUT=None))  # which starts nothing
-    assert compared(folder, f"--variants={file}") == 0
-    assert [path.read_bytes() for path in tables] == before and len(tables) == 2
-    assert capsys.readouterr().out.count("4 of 4 runs are finished, and are kept") == 2
 
 
 def test_measurements_of_a_changed_variant_are_not_those_of_the_old_one(finished, tmp_path, monkeypatch):
