@@ -86,7 +86,7 @@ class Comparison:
         return self._part(task).workdirs[variant]
 
     def curves(self, variant: str, task: str | None = None) -> list[np.ndarray]:
-        """Of each run of a variant, tokens, seconds at the speed of the race, and loss at its validations: `[n, 3]`."""
+        """Each run's validations, `[n, 3]`: tokens, seconds at the speed of the race (NaN without one), and loss."""
         speeds = {row["variant"]: row["train_tokens_per_second"] for row in self._part(task).rows}
         return [protocols.curve(workdir, speeds[variant] or np.nan) for workdir in self.workdirs(variant, task)]
 

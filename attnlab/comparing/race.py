@@ -87,7 +87,7 @@ def _training(workdir: Path) -> Callable[[], float]:
 
 
 def _decoding(workdirs: list[Path], times: int) -> dict[tuple[str, str], list[float]]:
-    """Of texts of so many contexts, tokens per second of reading one and of decoding its last tokens again."""
+    """Tokens per second of reading a text of so many contexts, and of decoding its last tokens again."""
     calls, tokens = {}, {}
     for workdir in workdirs:
         run = loading.load(workdir)

@@ -337,7 +337,7 @@ def compared(case: Case, found: dict, answers: Callable, error: Callable) -> Fin
 
 
 def _ratio(found, exact) -> str:
-    """Of what is found over what is expected, where that is not small, the range of nine in ten."""
+    """The range of found/expected in nine of ten numbers, where the expected one is not small."""
     found, exact = np.broadcast_arrays(np.asarray(found, np.float64), np.asarray(exact, np.float64))
     large = (abs(exact) > 0.1 * abs(exact).max(initial=0)) & np.isfinite(found)
     if not large.any():
