@@ -34,12 +34,12 @@ from absl import flags
 from attnlab import commands
 from attnlab.support import documents, paths
 from attnlab.support.errors import UserError
-from attnlab.testing import check
-from attnlab.testing.check import Row
+from attnlab.testing import report
+from attnlab.testing.report import Row
 
 HERE = Path(__file__).parent / "testing" / "page"
 FILES = ("conformance.json", "conformance.html")
-START = 60.0
+START = 60.0  # seconds more for the imports of a check
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -93,10 +93,10 @@ def _conform(values, name: str, chosen: list[str]) -> int:
     asked = {"function": name, "adapter": values.adapter, "gradients": values.gradients, "cases": each}
     asked["recurrence"] = values.recurrence
     version, rows, meanings = checked(asked, chosen, values.timeout)
-    likes = check.likes(rows)
+    likes = report.likes(rows)
     found = {**asked, "version": version, "rows": list(map(dataclasses.asdict, rows)), "meanings": meanings}
     found["rows"] = [row | {"worst": row["worst"] if math.isfinite(row["worst"]) else None} for row in found["rows"]]
-    print("\n".join([*(f"{choice}: {made}" for choice, made in meanings.items()), check.counts(rows)]))
+    print("\n".join([*(f"{choice}: {made}" for choice, made in meanings.items()), report.counts(rows)]))
     for row in rows:
         if row.code and row.feature not in likes:
             print(f"\n{row.code}")
@@ -123,7 +123,7 @@ def checked(asked: dict, features: list[str], timeout: float) -> tuple[str, list
         if row.feature in left:
             left.remove(row.feature)
         rows.append(row)
-        print(row.line(width, check.likes(rows).get(row.feature, "")), flush=True)
+        print(row.line(width, report.likes(rows).get(row.feature, "")), flush=True)
 
     while left:
         command = [sys.executable, "-m", "attnlab.testing.worker", json.dumps(asked | {"features": left})]

@@ -357,10 +357,8 @@ def _finished(final, folder: Path) -> dict[str, list[Path]]:
     """The folders of the finished runs of each variant that has some."""
     found = {}
     for name, points in final.items():
-        for workdir in (
-            folder / point.name for point in points if train.is_finished(point.config, folder / point.name)
-        ):
-            found.setdefault(name, []).append(workdir)
+        workdirs = [folder / point.name for point in points if train.is_finished(point.config, folder / point.name)]
+        found |= {name: workdirs} if workdirs else {}
     return found
 
 

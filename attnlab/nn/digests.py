@@ -84,7 +84,8 @@ class _Reader:
                 return f"{list(array.shape)} {self.read(array.ravel().tolist())}"
             return f"{array.dtype}{list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()}"
         if isinstance(value, Mapping | tuple | list | set | frozenset) and _is_users_class(type(value)):
-            return f"{self.read(type(value))} {self.read(dict(value) if isinstance(value, Mapping) else [*value])}"
+            plain = dict if isinstance(value, Mapping) else set if isinstance(value, set | frozenset) else list
+            return f"{self.read(type(value))} {self.read(plain(value))}"
         if isinstance(value, Mapping):
             return f"{[(self.read(key), self.read(x)) for key, x in value.items()]}"
         if isinstance(value, tuple | list | set | frozenset):
@@ -146,7 +147,8 @@ class _Reader:
         """Its class and fields; of a library's what it prints as, and functions, as of jax.custom_vjp."""
         cls = type(value)
         names = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
-        slots = [name for base in cls.__mro__ for name in vars(base).get("__slots__", ()) if hasattr(value, name)]
+        declared = [vars(base).get("__slots__", ()) for base in cls.__mro__]
+        slots = [name for of in declared for name in ((of,) if isinstance(of, str) else of) if hasattr(value, name)]
         held = getattr(value, "__dict__", {}) | {name: getattr(value, name) for name in slots}
         fields = {name: getattr(value, name, None) for name in names} or held
         fields = {name: x for name, x in fields.items() if name[:2] != "__"}

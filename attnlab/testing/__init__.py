@@ -8,7 +8,7 @@ compares a function with the formula in NumPy float64, feature by feature, and s
 
 from attnlab.ops.call import AttentionCall
 from attnlab.testing.cases import FEATURES, SHAPES, Case, Feature, Shape, calls, draw
-from attnlab.testing.check import PROFILES, Report, Row, check_attention, results
+from attnlab.testing.check import check_attention, results
 from attnlab.testing.layer import check_layer
 from attnlab.testing.recurrence import (
     RECURRENCE_FEATURES,
@@ -19,6 +19,7 @@ from attnlab.testing.recurrence import (
 )
 from attnlab.testing.reference import Answer
 from attnlab.testing.reference import attention as answer
+from attnlab.testing.report import PROFILES, Report, Row
 from attnlab.testing.subject import Unsupported, as_attnlab
 
 __all__ = [

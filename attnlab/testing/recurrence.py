@@ -16,7 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from attnlab.testing.cases import WITHOUT, Case, features_named
-from attnlab.testing.check import Finding, Operator, Report, Row, compared, rounding, rows_of
+from attnlab.testing.check import Finding, Operator, compared, rounding, rows_of
+from attnlab.testing.report import Report, Row
 from attnlab.testing.subject import FLOATING, Subject, outputs_of
 
 # The sizes of a call; the length is a multiple of no chunk.

@@ -32,7 +32,7 @@ def using(body, out):
 
 
 PROPERTY = using("@property\n    def k(self): return K", "self.k * x")
-SLOTS = "class H:\n    __slots__ = ('k',)\nh = H()\nh.k = "
+SLOTS = "class H:\n    __slots__ = 'key'\nh = H()\nh.key = "
 LONG = "h = np.poly1d(np.ones(2000))\nh[1000] = "  # whose repr is cut
 
 
@@ -69,9 +69,10 @@ EDITS = {
     "partial method": ("K = 0", "K = 1", using("f = functools.partialmethod(max, K)", "self.f(x)")),
     "private list": ("T = [0]", "T = [1]", using("_t = T", "self._t[0] * x")),
     "private of an object": ("class H: pass\nh = H()\nh._k = 0", "h._k = 1", using("", "h._k * x")),
-    "slot": (f"{SLOTS}0", f"{SLOTS}1", using("", "h.k * x")),
+    "slot": (f"{SLOTS}0", f"{SLOTS}1", using("", "h.key * x")),
     "named tuple": (helper("NamedTuple", 0), helper("NamedTuple", 1), using("", "h.f(x)")),
     "dict": (helper("dict", 0), helper("dict", 1), using("", "h.f(x)")),
+    "set of a user": (helper("set", 0), helper("set", 1), using("", "h.f(x)")),
     "list": (helper("list", 0), helper("list", 1), using("", "h.f(x)")),
     "enum": ("class E(enum.Enum): A = 0", "class E(enum.Enum): A = 1", using("", "E.A.value * x")),
     "of a function": ("def gate(x): return gate.k\ngate.k = 0", "gate.k = 1", OWN),
