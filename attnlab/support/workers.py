@@ -53,10 +53,10 @@ def lost_signals_sent_again() -> Iterator[None]:
     Python ignores an exception that a signal handler raises inside a garbage collection callback (JAX installs one) or
     inside `__del__`: it prints the exception and continues.
     """
-    previous = sys.unraisablehook
+    previous, entered = sys.unraisablehook, True
 
     def hook(lost) -> None:
-        if isinstance(lost.exc_value, Interrupted | KeyboardInterrupt):
+        if entered and isinstance(lost.exc_value, Interrupted | KeyboardInterrupt):
             number = lost.exc_value.args[0] if isinstance(lost.exc_value, Interrupted) else signal.SIGINT
             threading.Timer(POLL, os.kill, (os.getpid(), number)).start()  # after the callback has returned
         else:
@@ -66,7 +66,9 @@ def lost_signals_sent_again() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.unraisablehook = previous
+        entered = False
+        if sys.unraisablehook is hook:  # else a hook that was set since then stays, and calls this one
+            sys.unraisablehook = previous
 
 
 @contextlib.contextmanager

@@ -80,6 +80,14 @@ def test_signal_within_a_collection_of_garbage_still_interrupts(number):
     assert raised.value.args == (number,)
 
 
+def test_hook_that_is_set_while_interruptible_stays(monkeypatch):
+    """As that of checkpoints, which silences reads that fail after the first failure."""
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    with workers.interruptible():
+        sys.unraisablehook = hook = lambda lost: None
+    assert sys.unraisablehook is hook
+
+
 def test_process_ends_when_its_parent_is_killed(tmp_path, module):
     program = f"""
 from pathlib import Path
