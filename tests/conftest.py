@@ -83,6 +83,15 @@ def room_for_programs():
         gc.collect()
 
 
+@pytest.fixture(scope="module")
+def shared_programs():
+    """Runs of this process that compute the same are traced once; what a new process computes, processes test."""
+    from tests.runs import sharing  # which imports all that trains
+
+    with sharing():
+        yield
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     """A file with a short text."""
@@ -96,6 +105,19 @@ def float64():
     """Enables double precision, for reference values."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """A registry of layers of each test's own."""
+    from tests.nn.user_parts import KINDS, custom, forget
+
+    monkeypatch.setattr(custom, "_SOURCES", {})
+    before = dict(KINDS)
+    forget()
+    yield
+    KINDS.clear()
+    KINDS.update(before)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import functools
+import importlib
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import flax.linen as nn
 import orbax.checkpoint as ocp
@@ -19,6 +21,7 @@ import pytest
 
 from attnlab import config as configs
 from attnlab import train
+from attnlab.support import workers
 from attnlab.training import experiment
 from attnlab.training.checkpoints import Checkpoints, sha256
 
@@ -36,7 +39,9 @@ def flags(fields):
     return [f"--config.{name}={value}" for name, value in fields.items()]
 
 
-SMALL = [f"--config={REPOSITORY}/configs/quickstart.py", *flags(FIELDS)]
+CONFIG = f"--config={REPOSITORY}/configs/quickstart.py"
+SMALL = [CONFIG, *flags(FIELDS)]
+WITHOUT_DROPOUT = [CONFIG, *flags({name: value for name, value in FIELDS.items() if name != "model.dropout"})]
 
 
 def quick(**changes):
@@ -86,6 +91,42 @@ def wait_for(running, pattern):
     pytest.fail(f"{pattern!r} was not printed: {''.join(seen)}")
 
 
+def finetuning(source, text, **changes):
+    """Options of four steps on a text from the weights of a folder, "" for none."""
+    fields = {
+        "data.path": text, "steps": 4, "batch_size": 8, "optimizer.accumulation": 1, "optimizer.warmup_steps": 0,
+        "eval.windows": 4, "sample.length": 0, "model.context": 32, "log.tensorboard": False, "parallel.mesh.data": 1,
+        "log.peak_tflops": 1,  # else it is measured
+    }  # fmt: skip
+    fields |= {"init_from": source} if source else {}
+    fields |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"--config={REPOSITORY}/configs/gpt2_finetune.py", *flags(fields)]
+
+
+def finetune(source, text, workdir, **changes):
+    return train.main(["train", *finetuning(source, text, **changes), f"--workdir={workdir}"])
+
+
+class Here(subprocess.Popen):
+    """In place of `subprocess.Popen`: a worker that has run in this process."""
+
+    def __init__(self, words, stdout, **_):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            self.returncode = importlib.import_module(words[4]).main(words[4:])
+        stdout.write(said.getvalue().encode())
+
+    def poll(self):
+        return self.returncode
+
+
+@contextlib.contextmanager
+def workers_here():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "subprocess", SimpleNamespace(Popen=Here, DEVNULL=None, STDOUT=None))
+        yield
+
+
 class CrashError(Exception):
     """Ends a run in the middle, as a kill would."""
 
@@ -102,12 +143,6 @@ def crash_at(step):
 
 # Tracing them is most of a start's time. What a new process computes is tested with processes.
 sharing = functools.partial(experiment.shared_programs, {})
-
-
-@pytest.fixture(autouse=True, scope="module")
-def shared_programs():
-    with sharing():
-        yield
 
 
 @functools.cache

@@ -24,7 +24,8 @@ from attnlab.data import tokenizers
 from attnlab.support.errors import UserError
 from attnlab.training.checkpoints import Checkpoints
 from tests.runs import REPOSITORY, SMALL, finished, unfinished
-from tests.runs import shared_programs as shared_programs  # a fixture of this module too
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 QUICKSTART = f"--config={REPOSITORY}/configs/quickstart.py"
 DEFAULT = "from attnlab.config import default\ndef get_config():\n c = default()"

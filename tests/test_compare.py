@@ -31,10 +31,8 @@ from attnlab.sweeping import grid
 from attnlab.training import text as texts
 from attnlab.training.state import token_losses
 from attnlab.training.workdir import Workdir
-from tests.runs import REPOSITORY, sharing
-from tests.test_sweep import CONFIG, QUICK, SHORT, Here, workers_here
+from tests.runs import REPOSITORY, WITHOUT_DROPOUT, Here, sharing, workers_here
 
-OPTIONS = [CONFIG, *QUICK, *SHORT]
 ROTARY = ["--variant=rotary:", "--variant=again: model.positions=rotary"]
 VARIANTS = [*ROTARY, "--variant=window: model.attention.window=4"]
 # What two comparisons of the same runs may differ in.
@@ -59,7 +57,7 @@ COMPARE = {{"learning_rates": 1e-2, "seeds": "2", "tasks": ["{PARITY}", "text"]}
 
 
 def compared(folder, *options):
-    return compare.main(["compare", *OPTIONS, f"--workdir={folder}", *options])
+    return compare.main(["compare", *WITHOUT_DROPOUT, f"--workdir={folder}", *options])
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +209,7 @@ def test_published_result_at_a_length_is_compared_with_chance_for_a_diverged_run
 )
 def test_mistake_in_an_argument_is_one_line(tmp_path, options, message):
     with pytest.raises(UserError, match=message):
-        comparing.compare(OPTIONS, {"a": {}, "b": {}}, workdir=tmp_path / "new", **options)
+        comparing.compare(WITHOUT_DROPOUT, {"a": {}, "b": {}}, workdir=tmp_path / "new", **options)
     assert not (tmp_path / "new").exists()
 
 
@@ -229,7 +227,7 @@ def test_function_goes_on_where_the_command_was(finished, monkeypatch, capsys):
     options = {"workdir": finished[0], "seeds": 2, "learning_rates": [1e-2], "tasks": ["text", PARITY]}
     tables = sorted(finished[0].glob("*/table.csv"))
     before = [path.read_bytes() for path in tables]
-    found = comparing.compare(OPTIONS, variants, **options)
+    found = comparing.compare(WITHOUT_DROPOUT, variants, **options)
     assert [path.read_bytes() for path in tables] == before and len(tables) == 2
     assert capsys.readouterr().out.count("4 of 4 runs are finished, and are kept") == 2
     rows = [{k: x for k, x in row.items() if k != "task"} for row in found.rows if row["task"] == "text"]
@@ -331,7 +329,13 @@ def run_killed(options, folder, delays):
 )
 def test_killed_comparison_has_the_table_of_an_undisturbed_one(tmp_path, variants, rates, delays):
     """With processes, and one compiled training step for all variants that are the same model."""
-    options = [*OPTIONS, f"--learning_rates={','.join(map(str, rates))}", "--seeds=2", *variants, "--config.steps=60"]
+    options = [
+        *WITHOUT_DROPOUT,
+        f"--learning_rates={','.join(map(str, rates))}",
+        "--seeds=2",
+        *variants,
+        "--config.steps=60",
+    ]
     run_undisturbed(options, tmp_path / "whole")
     programs = tmp_path / "programs"
     steps = {path.name for path in programs.rglob("jit_steps-*") if not path.name.endswith("-atime")}

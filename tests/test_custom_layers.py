@@ -17,11 +17,10 @@ from attnlab.nn import custom
 from attnlab.score_mods import SoftCap
 from attnlab.see.__main__ import main as see
 from attnlab.support.errors import UserError
-from tests.nn.test_custom import forget
-from tests.nn.test_custom import registry as registry  # fixtures of this module too
-from tests.nn.user_parts import SOURCE, Doubling
+from tests.nn.user_parts import SOURCE, Doubling, forget
 from tests.runs import SMALL, Bigram, quick, run
-from tests.runs import shared_programs as shared_programs
+
+pytestmark = pytest.mark.usefixtures("shared_programs", "registry")
 
 
 @pytest.fixture(scope="module")

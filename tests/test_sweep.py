@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import importlib
 import io
 import json
 import os
@@ -12,34 +11,26 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import attnlab
 from attnlab import sweep, train
-from attnlab.support import workers
 from attnlab.sweeping import grid, training_runs
-from tests.runs import FIELDS, REPOSITORY, contents, flags, records
-from tests.runs import shared_programs as shared_programs  # a fixture of this module too
+from tests.runs import CONFIG, REPOSITORY, WITHOUT_DROPOUT, contents, records, workers_here
 
-SHORT = {"steps": 12, "eval.every": 5, "checkpoint.every": 4, "log.every": 2}
-QUICK = flags({name: value for name, value in FIELDS.items() if name not in (*SHORT, "model.dropout")})
-SHORT = flags(SHORT)
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 LONG = ["--config.steps=3000", "--config.eval.every=1000", "--config.checkpoint.every=1000", "--config.log.every=100"]
-CONFIG = f"--config={REPOSITORY}/configs/quickstart.py"
-
-
-SHORT_RUN = [CONFIG, *QUICK, *SHORT]
 
 
 def swept(folder, *options):
-    return sweep.main(["sweep", *SHORT_RUN, f"--workdir={folder}", *options])
+    return sweep.main(["sweep", *WITHOUT_DROPOUT, f"--workdir={folder}", *options])
 
 
 def started(folder, *options):
-    command = [sys.executable, "-m", "attnlab.sweep", CONFIG, *QUICK, *LONG, f"--workdir={folder}", *options]
+    command = [sys.executable, "-m", "attnlab.sweep", *WITHOUT_DROPOUT, *LONG, f"--workdir={folder}", *options]
     environment = os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=REPOSITORY, env=environment, **pipes)
@@ -82,7 +73,7 @@ def test_mistake_is_one_line_before_anything_starts(tmp_path, capsys, options, m
 
 def test_folder_with_something_else_is_left_alone(tmp_path, mistake):
     (tmp_path / "runs.csv").write_text("mine")
-    line = mistake(sweep.main, *SHORT_RUN, f"--workdir={tmp_path}", "--grid=config.seed=0")
+    line = mistake(sweep.main, *WITHOUT_DROPOUT, f"--workdir={tmp_path}", "--grid=config.seed=0")
     assert "holds other files and no sweep" in line
     assert [path.name for path in tmp_path.iterdir()] == ["runs.csv"]
 
@@ -182,26 +173,6 @@ def test_sweep_over_seeds_writes_groups_beside_the_runs(tmp_path, capsys, monkey
 # --- runs
 
 
-class Here(subprocess.Popen):
-    """In place of `subprocess.Popen`: a worker that has run in this process."""
-
-    def __init__(self, words, stdout, **_):
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            self.returncode = importlib.import_module(words[4]).main(words[4:])
-        stdout.write(said.getvalue().encode())
-
-    def poll(self):
-        return self.returncode
-
-
-@contextlib.contextmanager
-def workers_here():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "subprocess", SimpleNamespace(Popen=Here, DEVNULL=None, STDOUT=None))
-        yield
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A sweep of three runs together, one of which diverges: its folder, exit code and output."""
@@ -274,7 +245,7 @@ def test_signal_stops_all_runs_saved_and_the_same_command_goes_on(tmp_path):
     out, err = again.communicate(timeout=300)
     assert again.returncode == 0 and not err and all(f"seed={seed}  finished" in out for seed in range(3)), out + err
     assert all("resumed from step" in log(folder, f"seed={seed}") for seed in (0, 1))
-    whole = [*QUICK, *LONG, "--config.seed=0"]
-    command = [sys.executable, "-m", "attnlab.train", CONFIG, *whole, f"--workdir={tmp_path}/run"]
+    whole = [*WITHOUT_DROPOUT, *LONG, "--config.seed=0"]
+    command = [sys.executable, "-m", "attnlab.train", *whole, f"--workdir={tmp_path}/run"]
     subprocess.run(command, env=os.environ | {"XLA_FLAGS": ""}, check=True, capture_output=True)
     assert records(folder / "seed=0") == records(tmp_path / "run")

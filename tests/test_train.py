@@ -24,7 +24,8 @@ from attnlab.training.experiment import Experiment
 from attnlab.training.run import resolve
 from tests import runs
 from tests.nn.user_parts import SOURCE
-from tests.runs import shared_programs as shared_programs  # a fixture of this module too
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture

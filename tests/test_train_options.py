@@ -23,7 +23,8 @@ from attnlab.training import precision
 from attnlab.training.checkpoints import Checkpoints, sha256
 from attnlab.training.experiment import Experiment
 from tests import runs
-from tests.runs import shared_programs as shared_programs  # a fixture of this module too
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 SLOW = pytest.mark.slow
 BIGRAM = {"model": runs.Bigram()}

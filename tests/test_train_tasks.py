@@ -11,7 +11,8 @@ from attnlab import config as configs
 from attnlab import sample, train
 from attnlab.data.tasks.named import parse
 from tests.runs import CrashError, crash_at, flags, records
-from tests.runs import shared_programs as shared_programs  # a fixture of this module too
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 FIELDS = {
     "data.name": "task:induction kinds=2", "steps": 60, "precision": "float32", "batch_size": 64,

@@ -10,7 +10,7 @@ import pytest
 from attnlab.ops import mosaic
 from attnlab.score_mods import ALiBi, Forget, ScoreFn, SoftCap
 from tests.ops.cases import draw_mask
-from tests.ops.test_mosaic import Shape, assert_near, drawn, needs_jax_011, results, specified, with_nan
+from tests.ops.mosaic_calls import Shape, assert_near, drawn, needs_jax_011, results, specified, with_nan
 
 pytestmark = [pytest.mark.campaign, needs_jax_011]
 

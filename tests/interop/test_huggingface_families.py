@@ -14,8 +14,8 @@ from attnlab.data import tokenizers
 from attnlab.interop.huggingface import from_hf, make_model, save_hf, to_hf
 from attnlab.interop.huggingface.weights import unload_state
 from tests.interop import huggingface_peers as peers
+from tests.runs import finetune
 from tests.texts import TEXT
-from tests.training import test_pretrained
 
 # Windows, norms and scales of attention; recurrent layers; latents.
 FAST = ("gemma3_text", "qwen3_next", "deepseek_v3")
@@ -95,7 +95,7 @@ def test_finetuned_llama_writes_the_same_text_in_transformers(text, tmp_path, ca
     params = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 1), np.int32))
     llama = save_hf(tmp_path / "llama", model, params, tokenizer, dtype=jnp.bfloat16)
     fields = {"precision": "float32", "optimizer__learning_rate": 1e-2, "model__dropout": 0.0, "steps": 20}
-    assert test_pretrained.finetune(llama, text, tmp_path / "run", **fields) == 0, capsys.readouterr().err
+    assert finetune(llama, text, tmp_path / "run", **fields) == 0, capsys.readouterr().err
     model, params, tokenizer, config = attnlab.load(tmp_path / "run")
     assert model == from_hf(llama)[0].over_tokens(tokenizer.vocab_size).replace(context=32)
     assert (config.model.layers[0].rotary.scaling, config.model.tie_embeddings) == ("llama3", False)

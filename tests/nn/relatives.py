@@ -11,7 +11,7 @@ from attnlab.masks import Causal
 from attnlab.nn import DifferentialAttention, LatentAttention, MultiHeadAttention, Rotary, StickBreakingAttention
 from attnlab.score_mods import SoftCap
 from tests.nn.mixers.papers import out, projected, rms, rotated, sigmoid
-from tests.ops.test_stick_breaking import broken
+from tests.ops.references import broken
 
 X = np.random.default_rng(0).standard_normal((2, 9, 8)).astype(np.float32)
 

@@ -14,29 +14,13 @@ from attnlab.nn.config import KINDS
 from attnlab.score_mods import SoftCap
 from attnlab.support.errors import UserError
 from attnlab.testing import check_layer
-from tests.nn.user_parts import SOURCE, Doubling
+from tests.nn.user_parts import SOURCE, Doubling, forget
 from tests.parameters import parameters
+
+pytestmark = pytest.mark.usefixtures("registry")
 
 TOKENS = np.arange(8).reshape(1, 8) % 5
 SIZES = {"vocab_size": 5, "num_layers": 2, "num_heads": 2, "width": 8, "context": 8}
-
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch):
-    """A registry of each test's own."""
-    monkeypatch.setattr(custom, "_SOURCES", {})
-    before = dict(KINDS)
-    forget()
-    yield
-    KINDS.clear()
-    KINDS.update(before)
-
-
-def forget():
-    """All kinds but attnlab's, as in a new process."""
-    custom._SOURCES.clear()
-    for kind in filter(custom.is_custom, list(KINDS)):
-        del KINDS[kind]
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from attnlab.score_mods import Forget
 from attnlab.training.optimizer import decayed
 from tests.nn import relatives
 from tests.nn.mixers.papers import sigmoid
+from tests.ops.references import naive
 from tests.parameters import parameters
 
 rng = np.random.default_rng(0)
@@ -87,7 +88,6 @@ def test_axes_of_gates_are_named_by_heads():
 
 def test_forget_equals_naive_forgetting_attention_of_fla():
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from tests.ops.recurrence.test_fla import naive
 
     shapes = {"q": (2, 30, 4, 8), "k": (2, 30, 2, 8), "v": (2, 30, 2, 8)}
     q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes.values())

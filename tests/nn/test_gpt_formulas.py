@@ -7,7 +7,7 @@ import pytest
 import scipy.special
 
 from attnlab.nn import Block, Mlp, MultiHeadAttention
-from tests.nn.test_gpt import TOKENS, gpt
+from tests.nn.gpts import TOKENS, gpt
 from tests.parameters import parameters
 
 

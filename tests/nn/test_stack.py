@@ -16,7 +16,7 @@ from attnlab import see
 from attnlab.nn import GPT, Block, stack_layers, taps, unstack_layers
 from attnlab.nn.remat import REMAT
 from attnlab.nn.stack import is_stacked
-from tests.nn.test_gpt import OPTIONS
+from tests.nn.gpts import OPTIONS
 from tests.ops.cases import slow
 from tests.parameters import parameters
 

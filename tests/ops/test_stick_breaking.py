@@ -9,25 +9,12 @@ import pytest
 from attnlab import stick_breaking_attention, stick_breaking_weights
 from attnlab.masks import Padding, Segments, SlidingWindow
 from tests.ops.cases import slow
+from tests.ops.references import broken, naive
 
 
 def inputs(length, heads=4, kv_heads=2, dtype=np.float64):
     rng = np.random.default_rng(0)
     return tuple(rng.standard_normal((2, length, h, 5)).astype(dtype) for h in (heads, kv_heads, kv_heads))
-
-
-def broken(q, k, v, visible):
-    """(Outputs, weights), stick by stick; `visible` `[B, T, T]`."""
-    batch, length, heads, size = q.shape
-    weights = np.zeros((batch, heads, length, length))
-    for b, h, i in np.ndindex(batch, heads, length):
-        stick = 1.0
-        for j in reversed(range(i)):
-            if visible[b, i, j]:
-                share = 1 / (1 + np.exp(-q[b, i, h] @ k[b, j, h * k.shape[2] // heads] / np.sqrt(size)))
-                weights[b, h, i, j] = stick * share
-                stick *= 1 - share
-    return np.einsum("bhij,bjhd->bihd", weights, np.repeat(v, heads // v.shape[2], axis=2)), weights
 
 
 SEGMENTS = np.array([[0] * 5 + [1] * 8, [0] * 9 + [1] * 4])
@@ -154,7 +141,6 @@ def test_memory_of_tiles_is_linear_in_the_length():
 
 def test_naive_of_flash_linear_attention_agrees():
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from tests.ops.recurrence.test_fla import naive
 
     q, k, v = inputs(40, dtype=np.float32)
     theirs = naive("stickbreaking_attn").naive_stickbreaking_attn(*map(torch.from_numpy, (q, k, v)))[0]

@@ -18,7 +18,7 @@ from attnlab.interop.huggingface import from_hf, save_hf
 from attnlab.nn import GPT
 from tests.data.sentencepiece_families import VERSE, sentencepiece
 from tests.parameters import parameters
-from tests.runs import REPOSITORY, CrashError, crash_at, flags, records
+from tests.runs import CrashError, crash_at, finetune, finetuning, records
 from tests.texts import TEXT
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
@@ -40,21 +40,6 @@ def gpt2(tmp_path_factory):
     model = of_gpt2(vocab_size=tokenizer.vocab_size + 3, num_heads=2, width=16, context=48, **options)
     params = parameters(model, np.zeros((1, 1), np.int32))
     return save_hf(tmp_path_factory.mktemp("hub") / "gpt2", model, params, tokenizer)
-
-
-def options(source, text, **changes):
-    fields = {
-        "data.path": text, "steps": 4, "batch_size": 8, "optimizer.accumulation": 1, "optimizer.warmup_steps": 0,
-        "eval.windows": 4, "sample.length": 0, "model.context": 32, "log.tensorboard": False, "parallel.mesh.data": 1,
-        "log.peak_tflops": 1,  # else it is measured
-    }  # fmt: skip
-    fields |= {"init_from": source} if source else {}
-    fields |= {name.replace("__", "."): value for name, value in changes.items()}
-    return [f"--config={REPOSITORY}/configs/gpt2_finetune.py", *flags(fields)]
-
-
-def finetune(source, text, workdir, **changes):
-    return train.main(["train", *options(source, text, **changes), f"--workdir={workdir}"])
 
 
 NULL = {"steps": 1, "optimizer__learning_rate": 1e-30, "optimizer__weight_decay": 0.0}  # changes no bit
@@ -194,7 +179,7 @@ def test_impossible_start_is_one_line_and_creates_no_workdir(gpt2, text, tmp_pat
         (gpt2, {"data__tokenizer": "byte"}, "config.data.tokenizer = 'byte' has no effect beside config.init_from"),
         (gpt2, {"model__context": 64}, "config.model.context = 64, but the model in "),
     ):
-        assert message in mistake(train.main, *options(source, text, **change), f"--workdir={tmp_path}/run")
+        assert message in mistake(train.main, *finetuning(source, text, **change), f"--workdir={tmp_path}/run")
         assert not (tmp_path / "run").exists()
 
 

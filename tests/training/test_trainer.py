@@ -26,7 +26,8 @@ from attnlab.training.run import load, open, resolve
 from attnlab.training.trainer import Trainer
 from tests import runs
 from tests.parameters import parameters
-from tests.runs import shared_programs as shared_programs  # a fixture of this module too
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 BATCHES = TrainBatches(np.random.default_rng(0).integers(0, 31, 5000), context=16, batch_size=8, seed=0)
 SEEDS_AND_RATES = ((0, 3e-3), (1, 1e-3), (2, 1e-2))

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.training.test_parallel import LAYOUTS, distance, experiment, gradient
+from tests.training.layouts import LAYOUTS, distance, experiment, gradient
 
 SLOW = ("gated_delta", "delta_product", "mamba2", "rwkv7", "hgrn2", "gru", "differential", "latent", "stick_breaking")
 

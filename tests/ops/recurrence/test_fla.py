@@ -1,30 +1,18 @@
 """The linear recurrence against the recurrent forms of flash-linear-attention, which compute in float32."""
 
 import functools
-import importlib.util
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from attnlab import linear_recurrence
+from tests.ops.references import naive
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("einops", reason="einops is not installed")
 B, T, H, K, V = 2, 40, 2, 8, 6
 rng = np.random.default_rng(0)
-
-
-def naive(name):
-    """fla/ops/`name`/naive.py, loaded by its path: to import the package takes Triton."""
-    spec = importlib.util.find_spec("fla")
-    path = spec and Path(spec.submodule_search_locations[0], "ops", name, "naive.py")
-    if not path or not path.exists():
-        pytest.skip("fla-core is not installed: make peers")
-    module = importlib.util.module_from_spec(found := importlib.util.spec_from_file_location("naive", path))
-    found.loader.exec_module(module)
-    return module
 
 
 def normal(*shape):
