@@ -93,8 +93,7 @@ NO_MPI = pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not 
 @pytest.mark.parametrize(
     "launcher, options",
     [
-        ("local.sh", {"parallel.mesh.fsdp": 2}),
-        pytest.param("mpi.sh", {}, marks=NO_MPI),
+        pytest.param("mpi.sh", {"parallel.mesh.fsdp": 2}, marks=NO_MPI),
         pytest.param("local.sh", {"parallel.mesh.context": 2}, marks=pytest.mark.campaign),
         pytest.param("local.sh", {"parallel.strategy": "pmap"}, marks=pytest.mark.campaign),
     ],

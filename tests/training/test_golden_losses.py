@@ -14,7 +14,7 @@ from attnlab import train
 from attnlab.training import metrics
 
 GOLDEN = Path(__file__).with_name("golden_losses.json")
-QUICK = {"steps": 200, "eval.windows": 16, "sample.length": 0, "log.tensorboard": False, "log.peak_tflops": 1.0}
+QUICK = {"steps": 80, "eval.windows": 16, "sample.length": 0, "log.tensorboard": False, "log.peak_tflops": 1.0}
 QUICK |= {"precision": "float32", "parallel.mesh.data": 1}
 SMALL = QUICK | {"steps": 20, "model.num_layers": 2, "model.width": 32, "model.context": 32, "batch_size": 8}
 SMALL |= {"model.dropout": 0.1, "optimizer.warmup_steps": 5, "model.scan": False}
