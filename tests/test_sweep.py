@@ -82,7 +82,7 @@ def test_dry_run_lists_the_commands_and_writes_nothing(tmp_path, capsys):
     options = ["--grid", "config.optimizer.learning_rate=1e-3,3e-3", "--grid=config.data.name=quijote,python_docs"]
     assert swept(tmp_path / "sweep", *options, "--dry_run") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and all(line.startswith(f"attnlab train {CONFIG} --config.precision") for line in lines)
+    assert len(lines) == 4 and all(line.startswith(f"attnlab train {CONFIG} --config.steps=12") for line in lines)
     assert lines[1].endswith(
         "--config.optimizer.learning_rate=1e-3 --config.data.name=python_docs "
         f"--workdir={tmp_path}/sweep/learning_rate=0.001,name=python_docs"
