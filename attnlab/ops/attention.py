@@ -14,7 +14,7 @@ from attnlab.ops.explanation import Explanation
 from attnlab.ops.logsumexp import finite_shift, normalizer
 from attnlab.ops.mask_algebra import Mask, require_positions
 from attnlab.ops.masks import Dense
-from attnlab.ops.platforms import PLATFORMS, is_tf32, platform_of
+from attnlab.ops.platforms import PLATFORMS, is_specified, is_tf32, platform_of
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.types import Array
 
@@ -92,6 +92,8 @@ def attention(
     >>> attention(q, k, v, mask=Causal()).shape
     (2, 5, 4, 8)
     """
+    if is_specified():
+        impl, block_sizes = "dense", None
     terms = (mask, score_mod, bias, scale, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
     call, split, layout, (name, _) = _planned(q, k, v, *terms, impl, block_sizes, return_lse)
     if layout is not None and name != "dense":

@@ -1,11 +1,30 @@
 """The platform that a program is compiled for, which may differ from this machine's."""
 
+import contextlib
+import contextvars
 import re
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
 PLATFORMS = ("cpu", "gpu", "tpu")
+_AS_SPECIFIED: contextvars.ContextVar[bool] = contextvars.ContextVar("as specified", default=False)
+
+
+@contextlib.contextmanager
+def as_specified() -> Iterator[None]:
+    """Context in which operators are traced as their specifications, whatever `impl` and the platform."""
+    token = _AS_SPECIFIED.set(True)
+    try:
+        yield
+    finally:
+        _AS_SPECIFIED.reset(token)
+
+
+def is_specified() -> bool:
+    """Whether operators are traced as their specifications."""
+    return _AS_SPECIFIED.get()
 
 
 def platform_of(*arrays) -> str:

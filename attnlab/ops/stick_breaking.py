@@ -21,6 +21,7 @@ from attnlab.ops.blockwise.layout import joined_rows
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.dense import hidden_keys, inert, per_query_head
 from attnlab.ops.mask_algebra import Mask
+from attnlab.ops.platforms import is_specified
 from attnlab.types import Array
 
 IMPLS = ("auto", "dense", "blockwise")
@@ -66,6 +67,8 @@ def stick_breaking_attention(
     >>> print(stick_breaking_attention(q, k, jnp.eye(4)[:, None])[-1, 0])  # of the last query
     [0.125 0.25  0.5   0.   ]
     """
+    if is_specified():
+        impl, block_size = "dense", None
     call = _call(q, k, v, mask, scale, q_positions, kv_positions)
     if impl not in IMPLS:
         raise ValueError(f"impl = {impl!r}: expected one of {', '.join(IMPLS)}")

@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
-from attnlab.ops.platforms import platform_of
+from attnlab.ops.platforms import is_specified, platform_of
 
 
 def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_type=None):
@@ -29,7 +29,8 @@ def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_
     last, first = tuple(range(x.ndim - rank, x.ndim)), tuple(range(rank))
     mesh_types = {kind for a in (x, kernel) for kind in jax.typeof(a).sharding.mesh.axis_types}
     if (
-        platform_of(x, kernel) != "cpu"
+        is_specified()
+        or platform_of(x, kernel) != "cpu"
         or (x_batch or tuple(x_axes) != last or tuple(kernel_axes) != first)
         or not (precision is preferred_element_type is None and x.dtype == kernel.dtype)
         # lax has the rules for shard_map and for Explicit mesh axes.

@@ -16,7 +16,7 @@ from jaxtyping import Float, Integer
 
 from attnlab.ops import checks, context, counting, meshes
 from attnlab.ops.explanation import Explanation
-from attnlab.ops.platforms import is_tf32, platform_of
+from attnlab.ops.platforms import is_specified, is_tf32, platform_of
 from attnlab.ops.recurrence import chunked, devices, parallel, recurrent, segments
 from attnlab.ops.recurrence.terms import Terms, fitting, scaled, starts_of, terms_of, within_lengths
 from attnlab.types import Array
@@ -108,6 +108,8 @@ def _specs(v, return_state, spec: tuple):
 
 def _recur(q, k, v, g, beta, erase, scale, segment_ids, lengths, state, *, impl, chunk_size, return_state):
     terms, state, split = _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state)
+    if is_specified():
+        impl, chunk_size = "recurrent", None
     impl, size = _form(impl, chunk_size, terms, split, platform_of(q, k, v))
     schedule = chunked.run if impl == "chunked" else functools.partial(parallel.run, operand=jnp.result_type(q, k, v))
     with counting.scope():
