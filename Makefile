@@ -19,9 +19,9 @@ OPTIMIZED = XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS"
 PEERS = torch==2.13.0 transformers==5.23.0 transformer-lens==4.3.0 fla-core==0.6.0 onnx==1.23.2
 # The tests of whatever can differ between versions of JAX, Flax, Optax and Orbax.
 VERSIONED = tests/ops tests/training --ignore=tests/training/test_pretrained.py \
-	tests/test_train.py tests/test_compilation.py tests/interop/test_flax.py tests/interop/test_export.py \
-	tests/interop/test_huggingface_families.py tests/interop/test_transforms.py tests/see/test_capturing.py \
-	tests/see/test_edits.py tests/testing/test_check_recurrence.py
+	tests/nn/test_versions.py tests/test_train.py tests/test_compilation.py tests/interop/test_flax.py \
+	tests/interop/test_export.py tests/interop/test_huggingface_families.py tests/interop/test_transforms.py \
+	tests/see/test_capturing.py tests/see/test_edits.py tests/testing/test_check_recurrence.py
 
 .PHONY: train quick test test-slow test-versions test-hardware campaigns mutants minutes peers lint format bench docs \
 	lessons figures planned conformance constraints clean

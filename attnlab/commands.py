@@ -14,7 +14,7 @@ from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from attnlab.config import declared, find, unknown, variants
-from attnlab.nn import custom
+from attnlab.nn import custom, versions
 from attnlab.nn.config import KINDS
 from attnlab.support import status, workers
 from attnlab.support.errors import UserError
@@ -69,7 +69,7 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
                 _print_help(values, usage)
                 return 0
             parse(values, argv)
-            with workers.lost_signals_sent_again(), custom.versions_taken_once():
+            with workers.lost_signals_sent_again(), versions.taken_once():
                 code = main(values)
             sys.stdout.flush()  # a full disk is told here, and not by Python at its end
             return code

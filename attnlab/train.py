@@ -35,7 +35,7 @@ from ml_collections import ConfigDict
 from attnlab import commands, compilation
 from attnlab import config as configs
 from attnlab.config import RunConfig
-from attnlab.nn import custom
+from attnlab.nn import custom, versions
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMods
 from attnlab.support import status
@@ -151,7 +151,7 @@ def train(
     return _train(config, workdir, passed, on_step=on_step, eval_only=eval_only, **hooks)
 
 
-@custom.versions_taken_once()
+@versions.taken_once()
 def _train(config, workdir, passed=NOTHING, *, eval_only, own_process=False, on_step=None, **hooks) -> TrainedRun:
     """`train`; in a process of its own a signal before the first step, and a second one, end it."""
     plan = runs.resolve(config, workdir, eval_only=eval_only, passed=passed)

@@ -39,6 +39,7 @@ EXCLUDED = {
     ("generation/decoding.py", "if time.perf_counter() - begin < 0.05:", "<= 0.05"): "no time is exactly this one",
     ("generation/drawing.py", "if self.min_p > 0:", ">= 0"): "at 0 the bound is log 0, which nothing is below",
     ("generation/drawing.py", "if self.temperature < 1e-6:", "<="): "at exactly this temperature both take the largest",
+    ("generation/scoring.py", "length = min(model.config.context", "+ start"): "longer padding of the last window",
     (
         "generation/scoring.py",
         "return range(0, max(1, count - context",

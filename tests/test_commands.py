@@ -142,11 +142,13 @@ DAMAGED = ["{", "[]", "{}", '{"steps": 6, "corpus": 1}', '{"steps": "many", "cor
 DAMAGED += ["[" * 100_000]  # deeper than Python's stack
 DAMAGED += [{"model.num_heads": 0}, {"precision": "bogus"}, {"model.context": 3.5}, {"seed": None}]
 OF_TRAINING = [{"user_defined": {}}, {"extensions": None}, {"extensions": [4]}, {"extensions": {"at_step": 4}}]
+OF_TRAINING += [{"versions": {"model": {"trace": ""}}}, {"format": 0}]
 
 
 @pytest.mark.parametrize("damage", [*DAMAGED, *OF_TRAINING], ids=lambda damage: str(damage)[:40])
 def test_damaged_config_json_is_one_line(mistake, copy, damage):
     of_training = damage in OF_TRAINING
+    message = "config.json has format 0, and this" if damage == {"format": 0} else "config.json is damaged"
     if isinstance(damage, dict):
         ((field, value),) = damage.items()
         saved = json.loads((copy / "config.json").read_text())
@@ -154,7 +156,7 @@ def test_damaged_config_json_is_one_line(mistake, copy, damage):
         (saved[group] if group else saved)[name] = value
         damage = json.dumps(saved)
     (copy / "config.json").write_text(damage)
-    assert "config.json is damaged" in mistake(train.main, *SMALL, f"--workdir={copy}")
+    assert message in mistake(train.main, *SMALL, f"--workdir={copy}")
     if not of_training:
         assert "config.json is damaged" in mistake(sample.main, f"--workdir={copy}")
 

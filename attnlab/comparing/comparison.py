@@ -25,7 +25,7 @@ from attnlab.comparing.report import Part
 from attnlab.comparing.variants import config_of
 from attnlab.config import RunConfig
 from attnlab.data.tasks import named
-from attnlab.nn import custom
+from attnlab.nn import custom, versions
 from attnlab.support import tables, workers
 from attnlab.support.errors import UserError
 from attnlab.support.files import read_json
@@ -122,7 +122,7 @@ class _Found(NamedTuple):
     about: dict[str, str]
 
 
-@custom.versions_taken_once()
+@versions.taken_once()
 @shared_programs()
 def compare(
     config: str | ConfigDict | RunConfig | Sequence[str],

@@ -21,7 +21,7 @@ from attnlab.config import RunConfig
 from attnlab.data.batches import Batch
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
-from attnlab.nn import custom
+from attnlab.nn import custom, versions
 from attnlab.support import paths, provenance
 from attnlab.support.errors import UserError
 from attnlab.training import flops, precision, state
@@ -34,7 +34,7 @@ TASK_LENGTHS = (1, 2, 4, 8)  # of sequences of a task, over the training's conte
 SPANS = ((0, 1), (1, 2), (2, FURTHEST))  # of positions, over the training's context
 
 
-@custom.versions_taken_once()
+@versions.taken_once()
 def main(argv: list[str] | None = None) -> int:
     """Measure and write the file; returns the exit code."""
     words = (sys.argv if argv is None else argv)[1:]

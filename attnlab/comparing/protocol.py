@@ -13,11 +13,10 @@ from attnlab.comparing.variants import Variant, config_of
 from attnlab.config import RunConfig
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
-from attnlab.nn import custom
 from attnlab.support.errors import UserError
 from attnlab.sweeping import grid
 from attnlab.sweeping.grid import Point
-from attnlab.training import metrics
+from attnlab.training import metrics, passed
 from attnlab.training.workdir import read_config
 
 FACTORS = (1 / 9, 1 / 3, 1.0, 3.0)  # of the config's learning rate, where the user names none
@@ -52,7 +51,7 @@ class Protocol(NamedTuple):
             options.append(f"--config.optimizer.muon_learning_rate={rate_of_matrices!r}")
             config = config_of(options, variant.name)
         values = {"variant": variant.name, "learning_rate": rate, "seed": seed}
-        code = custom.version(config.model.used)
+        code = passed.version(config)
         name = grid.name_of(values | ({"code": code} if code else {}))  # beside the runs of a file before it was edited
         return Point(name, {"seed": seed, "learning_rate": rate}, options, config)
 

@@ -17,10 +17,10 @@ from attnlab.comparing.protocol import Protocol
 from attnlab.comparing.race import LONGER, SPEEDS
 from attnlab.comparing.variants import Variant
 from attnlab.data.tasks import named
-from attnlab.nn import custom
 from attnlab.study.report import mean_and_margin
 from attnlab.support import paths
 from attnlab.support.errors import UserError
+from attnlab.training import passed
 
 TABLE, TEXT = "table.csv", "table.md"
 FACTS = ("parameters", "flops_per_token_train", "flops_per_token_decode", "peak_memory_bytes")
@@ -112,7 +112,7 @@ def rows(
             **_difference(compared[n], protocol.measure, sign),
             **({"verdict": UNTRAINED} if n and are_blind[0] and are_blind[n] else {}),
             **({"blind": blind} if task else {}),
-            "version": custom.version(points[n][0].config.model.used) or None,
+            "version": passed.version(points[n][0].config) or None,
             "diverged": sum(map(protocols.diverged, workdirs[n])),
             "failed": int(np.isnan(results["loss"][n]).sum()),
             "learning_rate": rates[variant.name][0],

@@ -14,7 +14,6 @@ from attnlab import config as configs
 from attnlab.config import RunConfig
 from attnlab.nn import GPT, custom
 from attnlab.nn.config import KINDS
-from attnlab.nn.digests import digest
 from attnlab.nn.layer import LayerConfig
 from attnlab.support.errors import UserError
 from attnlab.support.options import option_values, options
@@ -131,7 +130,7 @@ def _layers(name: str, value) -> list[str]:
             *(f"--config.model.{kind}.{field}={x}" for field, x in own.items()),
         ]
     word = re.sub(r"\W", "_", f"_{name}" if name[:1].isdigit() else name)
-    kind = None if isinstance(value, type) else f"{word}_{digest(value)[:6]}"
+    kind = None if isinstance(value, type) else f"own_{word}"  # no name of a kind of attnlab
     return [f"--config.model.layers={custom.register(value, kind)}"]
 
 

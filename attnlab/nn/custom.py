@@ -2,20 +2,15 @@
 
 `--import=FILE` runs a file, and its layers, score mods and masks become kinds by their names. The names in a saved
 `config.json` run nothing, nor does the copy of the file that a run keeps: `check_imported` finds them among the
-imported kinds, whose code must be the same, by `digests.digest`.
+imported kinds, and a run goes on where its model has the same `version`.
 """
 
-import ast
-import contextlib
-import contextvars
 import dataclasses
 import hashlib
 import importlib.util
 import inspect
-import linecache
-import symtable
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,28 +19,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from attnlab.nn import copies
 from attnlab.nn.config import KINDS, ModelConfig
-from attnlab.nn.digests import cell, digest, functions
 from attnlab.nn.layer import Context, Layer, LayerConfig, LayerOut
 from attnlab.nn.mixers.interface import RecurrentConfig, RecurrentMixer
 from attnlab.nn.multihead import AttentionConfig, MultiHeadAttention, as_tuple
 from attnlab.ops.mask_algebra import Mask
 from attnlab.ops.score_mods import ScoreMod
-from attnlab.support import files as contents
 from attnlab.support.errors import UserError
 from attnlab.types import Array
 
 
 class Source(NamedTuple):
-    """The file of a kind, or a name for its cell; the text that is copied; and the sha256 of all that it reaches."""
+    """The file of a kind, or a name for its cell, and the text that is copied."""
 
     path: Path
     text: str
-    sha256: str
 
 
 _BUILT_IN = frozenset(KINDS.values())
-_TAKEN: contextvars.ContextVar[dict[int, tuple[Any, str]] | None] = contextvars.ContextVar("digests", default=None)
 _SOURCES: dict[str, tuple[Any, str, Path, str]] = {}  # by kind: a value, and its name in the text of a path
 
 
@@ -116,14 +108,15 @@ def register(value: type[nn.Module] | type[LayerConfig] | ScoreMod | Mask | Call
     if name is None and not _is_code(value):
         raise UserError(f"{type(value).__name__}(…) needs a name: register(value, name)")
     kind = name or (value.kind if _is_class(value, LayerConfig) else value.__name__)
-    is_named = _is_code(value) and value.__name__ != "<lambda>"
-    return _add(value, kind, *(_source_of(value) if is_named else ("", Path(), "")))
+    if not _is_code(value) or value.__name__ == "<lambda>":
+        return _add(value, kind, "", Path(), "")
+    return _add(value, kind, *copies.source_of(value, value.module if _is_class(value, LayerConfig) else value))
 
 
 def import_file(file: str | Path) -> list[str]:
     """Run a file, and return the kinds that it defines; UserError for a file that fails or has none."""
     path = Path(file).expanduser().absolute()
-    module, text = _run(path), _text(path)
+    module, text = _run(path), copies.text_of(path)
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     own = {n: x for n, x in public.items() if not _is_code(x) or x.__module__ == module.__name__}
     parts = {name: value for name, value in own.items() if _is_part(value)}
@@ -158,107 +151,33 @@ def files() -> list[Path]:
 
 
 def sources(layers: Sequence[LayerConfig]) -> dict[str, Source]:
-    """The sources of the custom kinds among layers, with what these reach in their files, and digests of it."""
+    """The sources of the custom kinds among layers, with what these reach in their files."""
     found = {layer.kind: _SOURCES[layer.kind] for layer in layers if layer.kind in _SOURCES}
     names = {path: [name for _, name, of, _ in found.values() if of == path] for _, _, path, _ in found.values()}
     return {
-        kind: Source(path, text and reached(text, names[path]), _digest(kind))
-        for kind, (_, _, path, text) in found.items()
+        kind: Source(path, text and copies.reached(text, names[path])) for kind, (_, _, path, text) in found.items()
     }
 
 
-@contextlib.contextmanager
-def versions_taken_once() -> Iterator[None]:
-    """Context, or decorator, in which the code of each kind is read once: what calls leave in globals is no edit."""
-    token = _TAKEN.set({} if _TAKEN.get() is None else _TAKEN.get())
-    try:
-        yield
-    finally:
-        _TAKEN.reset(token)
-
-
-def _digest(kind: str) -> str:
-    """The sha256 of the code of a kind."""
-    value, taken = _SOURCES[kind][0], _TAKEN.get()
-    if taken is None:
-        return digest(value)
-    if id(value) not in taken:
-        taken[id(value)] = value, digest(value)  # the value, so that no other gets its id
-    return taken[id(value)][1]
-
-
-def version(layers: Sequence[LayerConfig]) -> str:
-    """Six hex digits of the code of the custom kinds among layers: equal for equal code; "" where there is none."""
-    code = sorted(map(_digest, {layer.kind for layer in layers} & {*_SOURCES}))
-    return hashlib.sha256("".join(code).encode()).hexdigest()[:6] if code else ""
+def kinds(model: ModelConfig) -> dict[str, Path]:
+    """The custom kinds among a model's layers, and their files."""
+    return {layer.kind: _SOURCES[layer.kind][2] for layer in model.used if layer.kind in _SOURCES}
 
 
 def check_imported(code: Mapping[str, Mapping[str, str]], where) -> None:
-    """Raise UserError unless the kinds that a saved run uses are imported, and unchanged.
+    """Raise UserError unless the kinds that a saved run uses are imported.
 
     Args:
-      code: the file and the sha256 of each kind, as the run saved them.
+      code: the file of each kind, as the run saved them.
       where: the run's folder.
     """
     for kind, saved in code.items():
-        known = _SOURCES.get(kind)
-        if known is None and not saved["file"]:
+        if kind not in _SOURCES and not saved["file"]:
             raise UserError(f"{where} uses a value of Python, {kind!r}: attnlab.nn.register it again with this name")
-        if known is None:
+        if kind not in _SOURCES:
             raise UserError(
                 f"{where} uses custom code, {kind!r}: pass --import={saved['file']}, or the run's copy, to run it"
             )
-        if _digest(kind) != saved["sha256"]:
-            raise UserError(
-                f"the code of {kind!r} in {known[2]} has changed since {where} began: restore it, pass the run's "
-                f"copy by --import, or choose a new --workdir"
-            )
-
-
-def reached(text: str, names: Sequence[str]) -> str:
-    """The definitions of some names in a Python file, and of all that they reach, in their order.
-
-    Statements below the first of them that only use it, and what is for a script alone, are no part of it.
-
-    >>> print(reached("base, other = 2, 3\\nthird = 1\\ndef f(x):\\n    return base * x\\nprint(f(base))", ["f"]))
-    base, other = 2, 3
-    def f(x):
-        return base * x
-    """
-    body = [node for node in ast.parse(text).body if not _is_of_script(node)]
-    defined = {each: [node for node in body if each in _defined(node)] for node in body for each in _defined(node)}
-    wanted = [name for name in names if name in defined] or list(defined)  # of a class within a function, all
-    end = min((body.index(defined[name][0]) for name in wanted), default=len(body))
-    found = {node.lineno: node for node in body[:end] if not _defined(node)}
-    wanted += [each.id for node in found.values() for each in ast.walk(node) if isinstance(each, ast.Name)]
-    while wanted:
-        for node in defined.get(wanted.pop(), ()):
-            if node.lineno not in found:
-                found[node.lineno] = node
-                wanted += [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
-    lines = text.splitlines()
-    first = {
-        at: min(each.lineno for each in (node, *getattr(node, "decorator_list", ()))) for at, node in found.items()
-    }
-    return "\n".join("\n".join(lines[first[at] - 1 : found[at].end_lineno]) for at in sorted(found))
-
-
-def _is_of_script(node) -> bool:
-    """Whether a statement is for a script, or a notebook, alone."""
-    shown = ast.unparse(node.test if isinstance(node, ast.If) else node)
-    return (isinstance(node, ast.If) and "__name__" in shown) or "get_ipython()" in shown
-
-
-def _defined(node) -> set[str]:
-    """The names that a statement defines, or whose values it changes; none for an import of names that it hides."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return {node.name}
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        names = {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        return set() if "*" in names or getattr(node, "module", "") == "__future__" else names
-    inner = (_defined(each) for each in ast.iter_child_nodes(node))
-    changed = isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
-    return set().union(*inner, {each.id for each in ast.walk(node) if changed and isinstance(each, ast.Name)})
 
 
 def _add(value, name: str, *source) -> str:
@@ -267,7 +186,8 @@ def _add(value, name: str, *source) -> str:
         raise UserError(f"{name!r}: expected a name such as 'mine', and none of a field of ModelConfig")
     if name in KINDS and not is_custom(name):
         raise UserError(f"{name!r} is a kind of attnlab: choose another name")
-    KINDS[name] = config  # in place of another of this name, as in a notebook's cell that runs again
+    if name not in _SOURCES or _SOURCES[name][0] is not value:
+        KINDS[name] = config  # in place of another of this name, as in a notebook's cell that runs again
     _SOURCES[name] = value, *source
     return name
 
@@ -321,7 +241,7 @@ def _without_default(module: type[nn.Module]) -> list[str]:
 
 def _run(path: Path):
     """The module of a file that is run, once."""
-    name = f"attnlab_custom_{hashlib.sha256(_text(path).encode()).hexdigest()}"
+    name = f"attnlab_custom_{hashlib.sha256(copies.text_of(path).encode()).hexdigest()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
@@ -333,63 +253,6 @@ def _run(path: Path):
             first = next(iter(str(error).splitlines()), "")
             raise UserError(f"{path} failed ({type(error).__name__}: {first})") from error
     return sys.modules[name]
-
-
-def _source_of(value) -> tuple[str, Path, str]:
-    """The name of a class or a function, and path and text of its file, or of its cell and what it needs of others."""
-    name, top = value.__name__, value.__qualname__.partition(".")[0]  # of a function that makes it
-    for function in functions(value.module if _is_class(value, LayerConfig) else value):
-        text = cell(function.__code__.co_filename)
-        if any(top in _defined(node) for node in ast.parse(text).body):
-            return name, Path(f"{name}.py"), reached(_with_other_cells(text, function.__globals__), [name])
-    try:
-        path = Path(inspect.getsourcefile(sys.modules.get(value.__module__) or functions(value)[0])).absolute()
-    except (TypeError, OSError, IndexError) as error:
-        remedy = "write it into a file, or into a cell without %%, so that a run can find it"
-        raise UserError(f"{value!r} is of no file, and no method of it of a notebook's cell: {remedy}") from error
-    return name, path, _text(path)
-
-
-def _with_other_cells(text: str, names: Mapping[str, Any]) -> str:
-    """A cell's text behind the statements of other cells that give the names that it uses their values."""
-    found, parts = {each for node in ast.parse(text).body for each in _defined(node)}, []
-
-    def add(text: str) -> None:
-        for name in sorted(_globals(symtable.symtable(text, "cell", "exec")) & {*names} - found):
-            if name not in found:
-                found.add(name)
-                add(_definition(name, names[name]))
-        parts.append(text)
-
-    add(text)
-    return "\n".join(parts)
-
-
-def _globals(table: symtable.SymbolTable) -> set[str]:
-    """The global names that a text refers to."""
-    is_class = table.get_type() == "class"  # whose body may read a global of the name that it defines
-    symbols = (each for each in table.get_symbols() if each.is_referenced() and (each.is_global() or is_class))
-    return {symbol.get_name() for symbol in symbols}.union(*map(_globals, table.get_children()))
-
-
-def _definition(name: str, value) -> str:
-    """The statement that gives a name its value: of a function's or class' cell, or the last cell; "" for none."""
-    with contextlib.suppress(ValueError, SyntaxError, MemoryError):
-        return f"{name} = {ast.literal_eval(repr(value))!r}"
-    own = [function.__code__.co_filename for function in functions(value)]
-    for text in map(cell, [*own, *reversed(linecache.cache)]):
-        with contextlib.suppress(SyntaxError):
-            for node in reversed(ast.parse(text).body):
-                if name in _defined(node):
-                    return ast.unparse(node)
-    return ""
-
-
-def _text(path: Path) -> str:
-    try:
-        return contents.read(path).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {getattr(error, 'strerror', error)}: expected a Python file") from error
 
 
 def _is_class(value, base) -> bool:

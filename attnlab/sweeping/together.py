@@ -14,7 +14,7 @@ import jax
 
 from attnlab import commands, compilation
 from attnlab.config import RunConfig
-from attnlab.nn import custom
+from attnlab.nn import versions
 from attnlab.support import workers
 from attnlab.support.errors import UserError
 from attnlab.sweeping import grid
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     return train_all(configs, together)
 
 
-@custom.versions_taken_once()
+@versions.taken_once()
 def train_all(configs: Mapping[Path, RunConfig], together: str, tell: Tell = workers.tell, own_process=True) -> int:
     """Train runs of one program, by workdir, and tell of each that ends.
 

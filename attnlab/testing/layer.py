@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import re
+import sysconfig
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,9 +15,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from attnlab.nn.custom import as_layer
-from attnlab.nn.digests import is_users
 from attnlab.nn.layer import Context, Layer, LayerOut
 from attnlab.support.errors import UserError
+from attnlab.support.provenance import PACKAGE
 
 LENGTH = 24  # tokens
 PIECES = (1, 11, 1, 11)
@@ -92,6 +94,10 @@ def _found(fault: str, law: Callable, run: "_Run") -> str:
     return "" if error <= TOLERANCE else fault + (f" (by {error:.2g} of the largest)" if np.isfinite(error) else "")
 
 
+_FOLDERS = "|".join(re.escape(str(each)) for each in (PACKAGE, sysconfig.get_paths()["stdlib"]))
+_LIBRARIES = re.compile(rf"({_FOLDERS})[/\\]|.*[/\\](site|dist)-packages|<frozen ")
+
+
 class _RaisedError(Exception):
     """An exception of a layer, in a sentence."""
 
@@ -105,7 +111,7 @@ def _during(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # whatever a user's code raises
         message = textwrap.shorten(str(error), 240, placeholder=" …")
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if not _LIBRARIES.match(each.filename)]
         line = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
         raise _RaisedError(f"{what} raises {type(error).__name__}: {message}{line}") from error
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +16,7 @@ import optax
 from attnlab.config import RunConfig
 from attnlab.data.batches import Batch, Batches, prefetched
 from attnlab.data.tasks import named
-from attnlab.nn import GPT, custom
-from attnlab.nn.config import ModelConfig
+from attnlab.nn import GPT
 from attnlab.nn.layer import Layer, LayerConfig
 from attnlab.nn.matrices import matrices_of
 from attnlab.nn.mixers.gru import GRUConfig
@@ -29,8 +27,9 @@ from attnlab.ops.score_mods import Forget, ScoreMods
 from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel as parallel_lib
-from attnlab.training import precision
+from attnlab.training import passed, precision
 from attnlab.training import state as states
+from attnlab.training.passed import with_parts
 from attnlab.training.state import TrainState
 
 # Fields that no program depends on, as arguments of a program do not: groups, and fields.
@@ -306,7 +305,7 @@ class Experiment:
 def _compiled(config: RunConfig) -> tuple[str, str]:
     """Fields of a config that its programs depend on, and the version of its custom layers."""
     fields = {name: x for name, x in config.fields.items() if not {name, name.partition(".")[0]} & NOT_COMPILED}
-    return repr(fields), custom.version(config.model.used)
+    return repr(fields), passed.version(config)
 
 
 def _hashable(value):
@@ -372,17 +371,6 @@ def backend_of(layer: Layer, platform: str, q, k, v, **options) -> Explanation:
         mods = (*mods, Forget(jnp.zeros(q.shape[:-1]))) if layer.forget_gate else mods
         options |= {"sinks": jnp.zeros(layer.num_heads)} if layer.sinks else {}
     return explain(q, k, v, layer.mask, score_mod=mods, impl=layer.impl, platform=platform, **options)
-
-
-def with_parts(config: ModelConfig, mask: Mask | None, score_mod) -> ModelConfig:
-    """The config with a mask and score mods in all layers; UserError for a layer that has none."""
-    for name, value in (("mask", mask), ("score_mod", score_mod)):
-        if value is None:
-            continue
-        if others := [layer.kind for layer in config.used if name not in {f.name for f in dataclasses.fields(layer)}]:
-            raise UserError(f"{name}= is for attention, and layers of {others[0]} have none: leave it out")
-        config = config.replace(layers=tuple(dataclasses.replace(layer, **{name: value}) for layer in config.layers))
-    return config
 
 
 def _check_model(model: nn.Module, vocab_size: int, packing: str) -> None:

@@ -9,7 +9,7 @@ import flax.linen as nn
 from attnlab.config import RunConfig, from_json, model_fields
 from attnlab.data import tokenizers
 from attnlab.interop import huggingface
-from attnlab.nn import GPT, custom
+from attnlab.nn import GPT, versions
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMods
 from attnlab.support.errors import UserError
@@ -32,7 +32,7 @@ class Run(NamedTuple):
     config: RunConfig
 
 
-@custom.versions_taken_once()
+@versions.taken_once()
 def load(
     workdir: str | Path,
     step: int | str = "latest",
@@ -124,17 +124,15 @@ def chosen_step(checkpoints, workdir: Path, step: int | str) -> int:
 
 def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer | None, RunConfig]:
     """Model, tokenizer and config as from `load`, without the parameters; `passed` are model, mask and score_mod."""
-    from attnlab.training.passed import Passed
+    from attnlab.training.passed import Passed, with_parts
 
     workdir = Path(workdir)
     if not huggingface.is_hf(workdir):
         saved = read_config(workdir)
         config, tokenizer = from_json(saved), read_tokenizer(workdir, saved)
         passed = Passed(**passed)
-        passed.check_reads(saved, workdir)
+        passed.check_reads(saved, config, workdir)
         if (model := passed.model) is None:
-            from attnlab.training.experiment import with_parts
-
             model = GPT(with_parts(config.over_tokens(tokenizer.vocab_size), passed.mask, passed.score_mod))
         elif isinstance(model, GPT):
             model = model.over_tokens(tokenizer.vocab_size)

@@ -1,30 +1,22 @@
-"""Values that a user passes to `attnlab.train.train`: what `config.json` remembers of them, and what they compute with.
-
-They are remembered as text that is the same for equal values in another process.
-"""
+"""Values that a user passes to `attnlab.train.train`, and the user's code that a run computes with."""
 
 import dataclasses
-import functools
-import hashlib
-import inspect
 import re
+import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from attnlab.nn import custom
-from attnlab.nn.digests import digest
+from attnlab.config import RunConfig
+from attnlab.nn import GPT, ModelConfig, custom, versions
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMods
 from attnlab.support.errors import UserError
 
-_INNER = {"parent", "name"}  # fields of every module
-_SOURCE = "source code"
 _PRECISIONS = ("float32", "bfloat16")
 
 
@@ -49,36 +41,52 @@ class Passed(NamedTuple):
         return {} if self.layers is None else {"layers": custom.register(self.layers)}
 
     def metadata(self) -> dict:
-        """The entry "user_defined" of `config.json`; {} where nothing is passed."""
-        if all(value is None for value in self.of_experiment().values()):
-            return {}
-        found = {"model": self.model and type(self.model).__name__, "optimizer": self.optimizer is not None}
-        found |= {} if self.model is None else {"fields": fields_of(self.model)}
-        parts = {"mask": self.mask, "score_mod": self.score_mod}
-        return {"user_defined": found | {name: described(part) for name, part in parts.items() if part is not None}}
+        """The entry "user_defined" of `config.json`, values in words; {} where nothing is passed."""
+        values = {name: value for name, value in self.of_experiment().items() if value is not None}
+        found = {"model": None, "optimizer": False} | {name: _shown(value) for name, value in values.items()}
+        return {"user_defined": found} if values else {}
 
-    def check_continues(self, saved: Mapping, workdir) -> None:
-        """Raise UserError unless the run in a workdir, with the `config.json` of `saved`, was passed the same."""
-        self.check_reads(saved, workdir)
-        was, is_ = saved.get("user_defined", {}).get("optimizer", False), self.optimizer is not None
-        if was != is_:
-            kinds = {True: "user-defined", False: "its config's"}
-            raise UserError(
-                f"{workdir} holds a run whose optimizer is {kinds[was]}, and now it is {kinds[is_]}: pass the same to "
-                "attnlab.train.train(…, optimizer=…), or choose a new --workdir"
-            )
+    def code(self, config: RunConfig) -> dict[str, versions.Code]:
+        """The code of the user that a run computes with: "model" and "optimizer", of those that have any."""
+        found, packed = {}, config.data.packing == "documents"
+        model = with_parts(config.model, self.mask, self.score_mod) if self.model is None else self.model
+        if model is not config.model or custom.kinds(config.model):
+            found["model"] = versions.of_model(model, config.model.context, packed)
+        if self.optimizer is not None:
+            module = GPT(model) if isinstance(model, ModelConfig) else model
+            params = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+            found["optimizer"] = versions.of_optimizer(self.optimizer, params)
+        return found
 
-    def check_reads(self, saved: Mapping, workdir) -> None:
+    def check_continues(self, saved: Mapping, config: RunConfig, workdir) -> None:
+        """Raise UserError unless the run in a workdir, with the `config.json` of `saved`, has the same code."""
+        self._check(saved, config, workdir, ("model", "mask", "score_mod", "optimizer"))
+
+    def check_reads(self, saved: Mapping, config: RunConfig, workdir) -> None:
         """Raise UserError unless the run in a workdir was trained with the same model, mask and score mod."""
-        was, now = saved.get("user_defined", {}), self.metadata().get("user_defined", {})
-        for name in ("model", "mask", "score_mod"):
-            if was.get(name) != now.get(name):
+        self._check(saved, config, workdir, ("model", "mask", "score_mod"))
+
+    def _check(self, saved: Mapping, config: RunConfig, workdir, names: tuple[str, ...]) -> None:
+        was, now = (each.get("user_defined", {}) for each in (saved, self.metadata()))
+        for name in names:
+            before, value = (each.get(name) or None for each in (was, now))
+            if (before is None) != (value is None):
                 raise UserError(
-                    f"{workdir} holds a run with {name} = {was.get(name)}, and {name}= gives {now.get(name)}: pass the "
-                    f"same in Python, {name}=…, or None"
+                    f"{workdir} holds a run with {name} = {before}, and {name}= gives {value}: pass the same in "
+                    f"Python, {name}=…, or None"
                 )
-        if found := difference(was.get("fields", {}), now.get("fields", {})):
-            raise UserError(f"{workdir} holds a run of a {was['model']} whose {found}: pass an equal one, model=…")
+        for part, code in self.code(config).items():
+            if (record := saved.get("versions", {}).get(part)) is None:
+                raise UserError(f"{workdir} was begun by an older attnlab, with other versions of code: train it again")
+            if part in ("model", *names) and (why := code.change(record)):
+                kinds = custom.kinds(config.model).items() if part == "model" else ()
+                passed = [name for name in names if now.get(name) and (name == "optimizer") == (part == "optimizer")]
+                what = [f"{kind!r}" + (f" in {path}" if path.name else "") for kind, path in kinds]
+                what += [f"{name} = {now[name]} (then {was[name]})" for name in passed]
+                raise UserError(
+                    f"the code of {', '.join(what)} has changed since {workdir} began, {why}: restore it, pass the "
+                    "run's copy by --import, or choose a new --workdir"
+                )
 
     def precision(self, configured: str) -> str:
         """The precision that the user's model computes in; UserError where a config names another."""
@@ -101,55 +109,30 @@ class Passed(NamedTuple):
 NOTHING = Passed()
 
 
-def fields_of(module: nn.Module) -> dict[str, str]:
-    """The fields of a module, described, and the source of its class unless it is attnlab's or Flax'."""
-    fields = (field.name for field in dataclasses.fields(module) if field.name not in _INNER)
-    found = {name: described(getattr(module, name)) for name in fields}
-    is_library = type(module).__module__.partition(".")[0] in ("attnlab", "flax")
-    return found if is_library else found | {_SOURCE: _source(type(module))}
+def version(config: RunConfig) -> str:
+    """Six hex digits of what the config's custom layers compute; "" without such."""
+    code = NOTHING.code(config)
+    return code["model"].trace()[:6] if code else ""
 
 
-def described(value: Any) -> str:
-    """A value in words: arrays and functions by sha256, dataclasses and modules by their fields."""
-    if isinstance(value, jax.Array | np.ndarray):
-        array = np.asarray(value)
-        return f"{array.dtype}{list(array.shape)} of sha256 {_digest(array.tobytes())}"
-    if isinstance(value, nn.Module):
-        return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in fields_of(value).items())})"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inner = (f"{name}={described(x)}" for name, x in vars(value).items() if not name.startswith("_"))
-        return f"{type(value).__name__}({', '.join(inner)})"
-    if isinstance(value, functools.partial):
-        return f"partial({described(value.func)}, {described(value.args)}, {described(value.keywords)})"
-    if inspect.isfunction(value):
-        return f"{value.__qualname__} of sha256 {digest(value)[:12]}"  # with its globals, closure and defaults
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {described(x)}" for key, x in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(described, value))})"
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def difference(saved: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """The first name whose values differ, and both; "" for none."""
-    for name in dict.fromkeys([*saved, *now]):
-        if name == _SOURCE and name not in now:  # an attnlab or Flax class, saved before December 2026
+def with_parts(config: ModelConfig, mask: Mask | None, score_mod) -> ModelConfig:
+    """The config with a mask and score mods in all layers; UserError for a layer that has none."""
+    for name, value in (("mask", mask), ("score_mod", score_mod)):
+        if value is None:
             continue
-        was, is_ = saved.get(name, "missing"), now.get(name, "missing")
-        if _SOURCE in was and _SOURCE not in is_:  # likewise, in a field: versions differ in its fields, too
-            was, is_ = was.partition("(")[0], is_.partition("(")[0]
-        if was != is_:
-            return f"{name} was {was}, and is {is_}"
-    return ""
+        if others := [layer.kind for layer in config.used if name not in {f.name for f in dataclasses.fields(layer)}]:
+            raise UserError(f"{name}= is for attention, and layers of {others[0]} have none: leave it out")
+        config = config.replace(layers=tuple(dataclasses.replace(layer, **{name: value}) for layer in config.layers))
+    return config
 
 
-def _source(of) -> str:
-    """The sha256 of the source of a class; its name where the source cannot be read."""
-    try:
-        return f"sha256 {_digest(inspect.getsource(of).encode())}"
-    except (OSError, TypeError):
-        return f"unknown source of {of.__qualname__}"
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:12]
+def _shown(value: Any) -> str:
+    """A value in a few words, the same in every process."""
+    if isinstance(value, optax.GradientTransformation):
+        return "a user's"
+    if isinstance(value, nn.Module):
+        names = (field.name for field in dataclasses.fields(value) if field.name not in ("parent", "name"))
+        shown = f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in names)})"
+    else:
+        shown = getattr(value, "__qualname__", None) or repr(value)
+    return textwrap.shorten(re.sub(r" at 0x[0-9a-f]+", "", shown), 100, placeholder=" …")

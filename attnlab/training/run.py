@@ -94,11 +94,10 @@ def resolve(
     config = config.changed({"precision": _precision(config, folder, passed, device)})
     folder.check_config(config, may_extend=not eval_only)
     if folder.previous_run is not None:
-        passed.check_continues(folder.previous_run, folder)
-    sources = custom.sources(config.model.used)
+        passed.check_continues(folder.previous_run, config, folder)
     copies = folder.path.absolute() / "source"  # the file of a cell of a notebook, which has none
-    files = {kind: str(copies / source.path) if source.text else "" for kind, source in sources.items()}
-    code = {kind: {"file": files[kind], "sha256": source.sha256} for kind, source in sources.items()}
+    sources = custom.sources(config.model.used).items()
+    code = {kind: {"file": str(copies / source.path) if source.text else ""} for kind, source in sources}
     metadata = passed.metadata() | ({"code": code} if code else {})
     if eval_only and folder.previous_run is None:
         raise UserError(f"{folder} holds no run to evaluate: train first")
@@ -220,6 +219,7 @@ def open(
                 metadata = plan.metadata | {"corpus": text.corpus, "vocab_size": text.tokenizer.vocab_size}
                 metadata |= {"parameters": experiment.parameters}
                 metadata |= {"extensions": extensions} if extensions else {}
+                metadata |= _versions(plan)
                 together = max(together, (workdir.previous_run or {}).get("together", 1))
                 metadata |= {"together": together} if together > 1 else {}
                 log = _open_files(config, metadata, workdir, text, checkpoints, start, offset, resources, tracker)
@@ -262,6 +262,14 @@ def _state(experiment: Experiment, checkpoints: Checkpoints, start: int, config:
     if not config.init_from:
         return experiment.create_state(seed=config.seed)
     return experiment.create_state(pretrained.params(config, experiment.abstract_state.params))
+
+
+def _versions(plan: RunPlan) -> dict:
+    """The entry "versions" of `config.json`: of the code that the run began with; {} without user code."""
+    if plan.workdir.previous_run is not None:
+        return {name: x for name, x in plan.workdir.previous_run.items() if name == "versions"}
+    found = {part: code.record() for part, code in plan.passed.code(plan.config).items()}
+    return {"versions": found} if found else {}
 
 
 def _open_files(

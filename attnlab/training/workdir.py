@@ -142,7 +142,8 @@ def _check_metadata(saved: dict) -> None:
     extensions, passed = saved.get("extensions", []), saved.get("user_defined", {"model": None, "optimizer": False})
     is_valid = (
         isinstance(saved["corpus"]["sha256"], str)
-        and all({"file", "sha256"} <= source.keys() for source in saved.get("code", {}).values())
+        and all("file" in source for source in saved.get("code", {}).values())
+        and all({"trace", "libraries", "numbers"} <= code.keys() for code in saved.get("versions", {}).values())
         and all(isinstance(each[name], int) for each in extensions for name in ("at_step", "from_steps", "to_steps"))
         and {"model", "optimizer"} <= passed.keys()
     )

@@ -18,10 +18,14 @@ class Model(nn.Module):
         return nn.Dense(9, name="logits")(nn.LayerNorm()(x))
 
     def matrices(self, features):
-        return {"own": Matrix()}
+        return {"own": Matrix(fused=(features,))}
 
 
 def test_matrices_of_a_users_model_are_neither_embeddings_depthwise_kernels_nor_the_logits_layer():
     found = matrices_of(Model(), np.zeros((1, 5), np.int32))
-    assert found == {"convolution/kernel": Matrix((-3, -2)), "heads/kernel": Matrix((-3,), (-2, -1)), "own": Matrix()}
+    assert found == {
+        "convolution/kernel": Matrix((-3, -2)),
+        "heads/kernel": Matrix((-3,), (-2, -1)),
+        "own": Matrix(fused=(5,)),
+    }
     assert matrices_of(nn.LayerNorm(), jnp.ones((1, 4))) == {}

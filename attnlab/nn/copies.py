@@ -1,0 +1,135 @@
+"""The part of a file, or of a notebook's cells, that a user's layer reaches: what a run copies of it."""
+
+import ast
+import contextlib
+import inspect
+import linecache
+import symtable
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from attnlab.support import files as contents
+from attnlab.support.errors import UserError
+
+
+def cell(file: str) -> str:
+    """The text of the cell of a notebook that code has as its file; "" for a file."""
+    return "" if Path(file).exists() else "".join(linecache.getlines(file))
+
+
+def functions(value) -> list[FunctionType]:
+    """The function that a value is or wraps, or its methods."""
+    values = vars(value).values() if isinstance(value, type) else [value]
+    return [inspect.unwrap(each) for each in values if callable(each) and inspect.isfunction(inspect.unwrap(each))]
+
+
+def source_of(value, code) -> tuple[str, Path, str]:
+    """The name of a class or a function, and path and text of its file, or of its cell and what it needs of others;
+    `code` is what has methods, if the class has none.
+
+    Raises:
+      UserError: it is of no file, and no method of it of a notebook's cell.
+    """
+    name, top = value.__name__, value.__qualname__.partition(".")[0]  # of a function that makes it
+    for function in functions(code):
+        text = cell(function.__code__.co_filename)
+        if any(top in _defined(node) for node in ast.parse(text).body):
+            return name, Path(f"{name}.py"), reached(_with_other_cells(text, function.__globals__), [name])
+    try:
+        path = Path(inspect.getsourcefile(sys.modules.get(value.__module__) or functions(code)[0])).absolute()
+    except (TypeError, OSError, IndexError) as error:
+        remedy = "write it into a file, or into a cell without %%, so that a run can find it"
+        raise UserError(f"{value!r} is of no file, and no method of it of a notebook's cell: {remedy}") from error
+    return name, path, text_of(path)
+
+
+def text_of(path: Path) -> str:
+    """The text of a Python file; UserError where it cannot be read."""
+    try:
+        return contents.read(path).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {getattr(error, 'strerror', error)}: expected a Python file") from error
+
+
+def reached(text: str, names: Sequence[str]) -> str:
+    """The definitions of some names in a Python file, and of all that they reach, in their order.
+
+    Statements below the first of them that only use it, and what is for a script alone, are no part of it.
+
+    >>> print(reached("base, other = 2, 3\\nthird = 1\\ndef f(x):\\n    return base * x\\nprint(f(base))", ["f"]))
+    base, other = 2, 3
+    def f(x):
+        return base * x
+    """
+    body = [node for node in ast.parse(text).body if not _is_of_script(node)]
+    defined = {each: [node for node in body if each in _defined(node)] for node in body for each in _defined(node)}
+    wanted = [name for name in names if name in defined] or list(defined)  # of a class within a function, all
+    end = min((body.index(defined[name][0]) for name in wanted), default=len(body))
+    found = {node.lineno: node for node in body[:end] if not _defined(node)}
+    wanted += [each.id for node in found.values() for each in ast.walk(node) if isinstance(each, ast.Name)]
+    while wanted:
+        for node in defined.get(wanted.pop(), ()):
+            if node.lineno not in found:
+                found[node.lineno] = node
+                wanted += [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
+    lines = text.splitlines()
+    first = {
+        at: min(each.lineno for each in (node, *getattr(node, "decorator_list", ()))) for at, node in found.items()
+    }
+    return "\n".join("\n".join(lines[first[at] - 1 : found[at].end_lineno]) for at in sorted(found))
+
+
+def _is_of_script(node) -> bool:
+    """Whether a statement is for a script, or a notebook, alone."""
+    shown = ast.unparse(node.test if isinstance(node, ast.If) else node)
+    return (isinstance(node, ast.If) and "__name__" in shown) or "get_ipython()" in shown
+
+
+def _defined(node) -> set[str]:
+    """The names that a statement defines, or whose values it changes; none for an import of names that it hides."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        names = {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        return set() if "*" in names or getattr(node, "module", "") == "__future__" else names
+    inner = (_defined(each) for each in ast.iter_child_nodes(node))
+    changed = isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
+    return set().union(*inner, {each.id for each in ast.walk(node) if changed and isinstance(each, ast.Name)})
+
+
+def _with_other_cells(text: str, names: Mapping[str, Any]) -> str:
+    """A cell's text behind the statements of other cells that give the names that it uses their values."""
+    found, parts = {each for node in ast.parse(text).body for each in _defined(node)}, []
+
+    def add(text: str) -> None:
+        for name in sorted(_globals(symtable.symtable(text, "cell", "exec")) & {*names} - found):
+            if name not in found:
+                found.add(name)
+                add(_definition(name, names[name]))
+        parts.append(text)
+
+    add(text)
+    return "\n".join(parts)
+
+
+def _globals(table: symtable.SymbolTable) -> set[str]:
+    """The global names that a text refers to."""
+    is_class = table.get_type() == "class"  # whose body may read a global of the name that it defines
+    symbols = (each for each in table.get_symbols() if each.is_referenced() and (each.is_global() or is_class))
+    return {symbol.get_name() for symbol in symbols}.union(*map(_globals, table.get_children()))
+
+
+def _definition(name: str, value) -> str:
+    """The statement that gives a name its value: of a function's or class' cell, or the last cell; "" for none."""
+    with contextlib.suppress(ValueError, SyntaxError, MemoryError):
+        return f"{name} = {ast.literal_eval(repr(value))!r}"
+    own = [function.__code__.co_filename for function in functions(value)]
+    for text in map(cell, [*own, *reversed(linecache.cache)]):
+        with contextlib.suppress(SyntaxError):
+            for node in reversed(ast.parse(text).body):
+                if name in _defined(node):
+                    return ast.unparse(node)
+    return ""

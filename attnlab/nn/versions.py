@@ -1,0 +1,274 @@
+"""Versions of user code: a sha256 of what JAX traces of a model or an optimizer, and numbers that it computes.
+
+Text cannot tell what code computes: globals, closures and attributes count, memos and comments do not. So a version is
+of jaxprs, in which attnlab's operators are their specifications, whatever `impl` and the platform. JAX traces the same
+code otherwise in another of its versions: then numbers decide, which are saved beside the trace.
+"""
+
+import contextlib
+import contextvars
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from attnlab.nn.config import ModelConfig
+from attnlab.nn.matrices import matrices_of
+from attnlab.nn.transformer import GPT
+from attnlab.ops import platforms
+from attnlab.ops.jaxprs import Digest
+from attnlab.support import provenance
+from attnlab.support.errors import UserError
+
+BATCH, FEW, FURTHER = 2, 16, 4  # sequences; tokens that numbers are of; the longest sequences, over the context
+_NEEDED = ("init", "forward", "gradient", "update")  # programs that all code has
+TOLERANCES = {"float32": 1e-3, "bfloat16": 3e-2}  # of numbers, over their array's size; thousands of roundings, and 8
+_TAKEN: contextvars.ContextVar[dict | None] = contextvars.ContextVar("traces", default=None)
+_USERS = jax.make_user_context(None)  # a value of its own for each trace: a jitted function of a user is traced anew
+
+
+@contextlib.contextmanager
+def taken_once() -> Iterator[None]:
+    """Context, or decorator, in which equal code is traced once: of one call, as cells of a notebook may be edited."""
+    token = _TAKEN.set({} if _TAKEN.get() is None else _TAKEN.get())
+    try:
+        yield
+    finally:
+        _TAKEN.reset(token)
+
+
+class Code(NamedTuple):
+    """Code that has a version.
+
+    Attributes:
+      key: equal for equal code within one call.
+      programs: returns what is traced: by name, a function and its arguments' shapes, or a text.
+      numbered: programs whose numbers are saved: of few tokens, and without random numbers, which differ between
+        JAX's versions.
+      tolerance: of numbers, over the size of their array.
+    """
+
+    key: Any
+    programs: Callable[[], Mapping[str, Any]]
+    numbered: Callable[[], Mapping[str, tuple]] = dict
+    tolerance: float = TOLERANCES["float32"]
+
+    def trace(self) -> str:
+        """The sha256 of what it computes."""
+        return self._once("trace", self._trace)
+
+    def record(self) -> dict[str, Any]:
+        """The part of `config.json`: the trace, numbers, the libraries, and objects that count by their source.
+
+        Raises:
+          UserError: another trace differs.
+        """
+        return self._once("record", self._record)
+
+    def change(self, saved: Mapping[str, Any]) -> str:
+        """How it differs from the code of a record; "" for the same.
+
+        The trace decides; where a library has another version since then, the numbers, and a warning says so.
+        """
+        if self.trace() == saved["trace"]:
+            return ""
+        now, then = _libraries(), saved["libraries"]
+        others = ", ".join(f"{name} {then.get(name)} → {now[name]}" for name in now if then.get(name) != now[name])
+        difference = _difference(saved["numbers"], numbers := self._numbers(), self.tolerance)
+        if others and not difference:
+            how = "its numbers are the same" if numbers else "it is not compared"
+            warnings.warn(f"the code of a run was traced with other versions, {others}: {how}", stacklevel=2)
+            return ""
+        return difference or "its operations, initial values or dropout, not its numbers"
+
+    def _once(self, what: str, take: Callable):
+        """The result of a function, which is called once within `taken_once`."""
+        taken = {} if _TAKEN.get() is None else _TAKEN.get()
+        if (what, self.key) not in taken:
+            taken[what, self.key] = take(), self  # whose objects keep their ids
+        return taken[what, self.key][0]
+
+    def _trace(self) -> str:
+        self._add_to(digest := Digest())
+        return digest.hexdigest()
+
+    def _record(self) -> dict[str, Any]:
+        digest, trace = Digest(), self.trace()
+        failed = self._add_to(digest)
+        if digest.hexdigest() != trace:
+            raise UserError("two traces of its code differ: let nothing that it computes depend on earlier calls")
+        if missing := [f"{name} ({error})" for name, error in failed.items() if name in _NEEDED]:
+            warnings.warn(f"edits will not be noticed of what cannot be traced by itself: {missing[0]}", stacklevel=2)
+        found = {"trace": trace, "libraries": _libraries(), "numbers": self._numbers()}
+        return found | ({"by_source": sorted(digest.by_source)} if digest.by_source else {})
+
+    def _add_to(self, digest: Digest) -> dict[str, str]:
+        """Trace all programs; of those that the code cannot do, as decoding, the kind of the error counts, and is
+        returned."""
+        failed = {}
+
+        def tried(name, call, *args):
+            try:
+                return call(*args)
+            except Exception as error:  # whatever a user's code raises
+                digest.write(type(error).__name__)
+                failed[name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+        with _undisturbed():
+            for name, program in (tried("init", self.programs) or {}).items():
+                digest.write(name, program if isinstance(program, str) else "")
+                if not isinstance(program, str):
+                    tried(name, digest.add, *program)
+        return failed
+
+    def _numbers(self) -> dict[str, list[list[float]]]:
+        """For each array that a program returns, its size (root mean square) and a weighted mean."""
+        found = {}
+        with _undisturbed(), jax.default_matmul_precision("highest"), contextlib.suppress(Exception):  # as in a trace
+            for name, (function, *shapes) in self.numbered().items():
+                rng = np.random.default_rng(0)
+                with contextlib.suppress(Exception):  # of a model that cannot do it
+                    results = jax.jit(function)(*jax.tree.map(functools.partial(_drawn, rng), shapes))
+                    numbers = [_numbers_of(rng, np.asarray(x, np.float64)) for x in jax.tree.leaves(results)]
+                    found[name] = numbers if np.isfinite(numbers).all() else []
+        return found
+
+
+def of_model(model: ModelConfig | nn.Module, context: int, packed: bool = False) -> Code:
+    """The code of a model: a config's GPT with one period of its layers, or a module that is called like a GPT.
+
+    Args:
+      context: tokens of a sequence.
+      packed: whether a sequence is several documents.
+    """
+
+    def numbered():
+        exact = {"dtype": jnp.float32} if isinstance(model, ModelConfig) else {}
+        programs = _programs(_module(model, **exact), min(FEW, context))
+        return {name: program for name, program in programs.items() if name in ("gradient", "step")}
+
+    is_exact = isinstance(model, ModelConfig) or getattr(model, "dtype", None) != jnp.bfloat16
+    tolerance = TOLERANCES["float32" if is_exact else "bfloat16"]
+    return Code(
+        (_known(model), context, packed), lambda: _programs(_module(model), context, packed), numbered, tolerance
+    )
+
+
+def _module(model: ModelConfig | nn.Module, **fields) -> nn.Module:
+    """The module that is traced for a model."""
+    if not isinstance(model, ModelConfig):
+        return model
+    depth = min(model.num_layers, len(model.layers) + 1)  # a layer more, which takes the first one's values
+    fields |= {"num_layers": depth, "vocab_size": 256, "padded_vocab_size": None, "remat": "none"}
+    return GPT(model.replace(**fields))
+
+
+def of_optimizer(optimizer: optax.GradientTransformation, params) -> Code:
+    """The code of an optimizer, for parameters of some shapes; it has no numbers."""
+
+    def programs():
+        state = jax.eval_shape(optimizer.init, params)
+        return {"init": (optimizer.init, params), "update": (optimizer.update, params, state, params)}
+
+    return Code((_known(optimizer), "optimizer"), programs)
+
+
+def _programs(model: nn.Module, length: int, packed: bool = False) -> dict[str, Any]:
+    """The programs of a model that is called like a GPT."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), BATCH))
+    tokens, further = (jax.ShapeDtypeStruct((BATCH, n * length), jnp.int32) for n in (1, FURTHER))
+    variables = jax.eval_shape(model.init, key, tokens)
+
+    def forward(variables, tokens, **options):
+        return model.apply(variables, tokens, **options)
+
+    def gradient(variables, tokens):
+        logits, pull = jax.vjp(lambda variables: forward(variables, tokens), variables)
+        weights = jnp.sin(jnp.arange(logits.size, dtype=jnp.float32)).reshape(logits.shape)
+        return logits, pull(weights.astype(logits.dtype))
+
+    def step(variables, tokens):
+        """The last token, after all others."""
+        logits, caches = forward(variables, tokens[:, :-1], caches=model.init_caches(BATCH, length))
+        return logits, forward(variables, tokens[:, -1:], caches=caches)[0]
+
+    def dropped(variables, tokens, keys):
+        return forward(variables, tokens, deterministic=False, dropout_key=keys)
+
+    def of_documents(variables, tokens, segments):
+        return forward(variables, tokens, segments=segments)
+
+    is_gpt, found = isinstance(model, GPT), {"init": (model.init, key, tokens), "forward": (forward, variables, tokens)}
+    found |= {"gradient": (gradient, variables, tokens), "further": (forward, variables, further)}
+    if is_gpt:
+        found["step"] = step, variables, tokens
+    if not is_gpt or model.config.dropout or any(layer.make(model.config).drops for layer in model.config.used):
+        found["dropout"] = dropped, variables, tokens, keys
+    if packed:
+        found["documents"] = of_documents, variables, tokens, tokens
+    return found | {"matrices": str(sorted(matrices_of(model, tokens).items()))}
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Context in which a trace depends on the code alone."""
+    with contextlib.ExitStack() as contexts:
+        mesh = jax.sharding.AbstractMesh((), ())
+        for each in (
+            platforms.as_specified(),
+            _USERS(object()),
+            jax.enable_x64(False),
+            jax.default_matmul_precision(None),
+            jax.sharding.use_abstract_mesh(mesh),
+            nn.logical_axis_rules(()),
+        ):
+            contexts.enter_context(each)
+        yield
+
+
+def _known(value):
+    """A value, or its identity where it has no hash."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
+def _drawn(rng: np.random.Generator, shape: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Values for a shape: small numbers, or tokens 0 and 1."""
+    if jnp.issubdtype(shape.dtype, jnp.integer):
+        return rng.integers(0, 2, shape.shape).astype(shape.dtype)
+    return (0.1 * rng.normal(size=shape.shape)).astype(shape.dtype)
+
+
+def _numbers_of(rng: np.random.Generator, x: np.ndarray) -> list[float]:
+    """The root mean square of an array, and a random sum of such a size."""
+    x = x.ravel() / max(1, x.size) ** 0.5
+    return [float(f"{number:.7g}") for number in (np.linalg.norm(x), rng.normal(size=x.size) @ x)]
+
+
+def _difference(before: Mapping[str, list], now: Mapping[str, list], tolerance: float) -> str:
+    """The first program whose numbers differ, and by how much; "" for none."""
+    for name in dict.fromkeys([*before, *now]):
+        was, is_ = (np.array(each.get(name, []), np.float64).reshape(-1, 2) for each in (before, now))
+        if len(was) != len(is_) or not len(was):
+            return f"its {name}, of {len(is_)} arrays of numbers, was of {len(was)}"
+        error = (np.abs(was - is_).max(axis=1) / np.maximum(np.maximum(was, is_)[:, 0], 1e-30)).max()
+        if error > tolerance:
+            return f"its {name}, by {error:.1%}"
+    return ""
+
+
+@functools.cache
+def _libraries() -> dict[str, str]:
+    """Versions of the libraries that trace code; of attnlab also a digest of its files, which change in a clone."""
+    found = {name: version for name, version in provenance.versions().items() if name in ("jax", "flax", "optax")}
+    return found | {"attnlab": f"{provenance.versions()['attnlab']} {provenance.sources()}"}
