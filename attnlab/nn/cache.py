@@ -141,7 +141,7 @@ def step(cache, fresh, mask: Mask | None, num_heads: int, lengths=None):
         return jax.lax.dynamic_update_slice_in_dim(keys, keys[capacity:], length - first, axis=0)
 
     def over_keys(part):
-        if part.positional:
+        if part is None or part.positional:
             return part
         part.check(batch, num_heads, new, capacity)
         visible = part.dense(new, capacity, num_heads=num_heads, batch=batch)

@@ -117,6 +117,14 @@ def test_cross_attention_to_the_same_array_equals_that_to_a_copy():
 FULL = list(relatives.MODULES.values())
 
 
+def test_tokens_after_a_cache_without_a_mask_attend_to_all_keys():
+    module = MultiHeadAttention(num_heads=4)
+    params = parameters(module, X)
+    _, cache = module.apply(params, X[:, :4], cache=EMPTY)
+    out, _ = module.apply(params, X[:, 4:], cache=cache)
+    np.testing.assert_allclose(out, module.apply(params, X)[:, 4:], atol=1e-6)
+
+
 @pytest.mark.parametrize("module", [slow(module) if module in FULL[1::2] else module for module in FULL])
 def test_full_cache_attends_to_the_newest_positions_in_pieces_of_any_size(module):
     x, windowed = np.random.default_rng(0).standard_normal((2, 12, 8)).astype(np.float32), SlidingWindow(7)
