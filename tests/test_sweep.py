@@ -192,6 +192,13 @@ def test_sweep_with_a_failing_run_finishes_the_others(finished):
     assert "runs.csv, runs.png are in" in out
 
 
+@pytest.mark.slow
+def test_runs_whose_options_are_longer_than_an_argument_start_in_one_process(tmp_path, capsys):
+    nowhere = f"--config.data.path=/{'nowhere/' * 9_000}"  # of two runs, more than Linux' 128 KiB
+    assert swept(tmp_path / "sweep", "--grid=config.seed=0,1", nowhere) == 1
+    assert capsys.readouterr().out.count("  failed: data.path = ") == 2
+
+
 def test_table_is_sorted_by_final_loss_and_agrees_with_the_records(finished):
     folder, _, out, _ = finished
     with (folder / "runs.csv").open(newline="") as file:

@@ -1,10 +1,9 @@
 """Runs of one program in one process: so many trained together, or one after another with the same compiled steps.
 
-python -m attnlab.sweeping.together TOGETHER FOLDER '{"NAME": ["--config=…", …], …}'
+python -m attnlab.sweeping.together TOGETHER FOLDER FILE, of {"NAME": ["--config=…", …], …}
 """
 
 import contextlib
-import json
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ import jax
 from attnlab import commands, compilation
 from attnlab.config import RunConfig
 from attnlab.nn import versions
-from attnlab.support import workers
+from attnlab.support import files, workers
 from attnlab.support.errors import UserError
 from attnlab.sweeping import grid
 from attnlab.training import processes
@@ -31,11 +30,12 @@ Tell = Callable[[str, str], None]  # of a run that has ended: its name, and its 
 
 def main(argv: list[str]) -> int:
     """Train the runs, tell the caller of each that ends, and return the exit code."""
-    together, folder, described = argv[1:]
+    together, folder, file = argv[1:]
     commands.prepare_output()
     compilation.keep_programs()
     compilation.release_memory()
-    configs = {Path(folder) / name: grid.config_of(options) for name, options in json.loads(described).items()}
+    runs_by_name = files.read_json(Path(file))
+    configs = {Path(folder) / name: grid.config_of(options) for name, options in runs_by_name.items()}
     return train_all(configs, together)
 
 

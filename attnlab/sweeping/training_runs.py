@@ -109,8 +109,11 @@ class Runner:
             processes = again
 
     def _words(self, points: Sequence[Point], folder: Path) -> list[str]:
-        described = json.dumps({point.name: point.options for point in points})
-        return [together.__name__, self._together, str(folder), described]
+        """The words that start a process, which reads its runs from a file: an argument may hold 128 KiB."""
+        (folder / LOGS).mkdir(parents=True, exist_ok=True)
+        file = folder / LOGS / f"{points[0].name}.runs.json"
+        paths.write_text(file, json.dumps({point.name: point.options for point in points}))
+        return [together.__name__, self._together, str(folder), str(file)]
 
     def _left(self) -> str:
         """How many runs are left, and for how long at the speed so far; "" where none is."""
