@@ -86,9 +86,10 @@ def room_for_programs():
 @pytest.fixture(scope="module")
 def shared_programs():
     """Runs of this process that compute the same are traced once; what a new process computes, processes test."""
+    from attnlab.nn import versions
     from tests.runs import sharing  # which imports all that trains
 
-    with sharing():
+    with sharing(), versions.taken_once():
         yield
 
 

@@ -169,7 +169,7 @@ def compare(
     >>> kinds = {"softmax": {}, "near": SlidingWindow(left=4)}
     >>> options = {"workdir": tempfile.mkdtemp(), "seeds": 2, "learning_rates": [1e-2]}
     >>> found = compare(small, kinds, **options)  # doctest: +ELLIPSIS
-    near_...: causal, ...
+    own_near: causal, ...
     >>> [(row["variant"], row["seeds"]) for row in found.rows], isinstance(found.verdict("near"), str)
     ([('softmax', 2), ('near', 2)], True)
     """
