@@ -24,6 +24,7 @@ class Tiny(nn.Module):
         return nn.Dense(8, **types)(nn.Embed(8, self.width, **types)(tokens))
 
 
+pytestmark = pytest.mark.usefixtures("shared_programs")  # and traces
 CONFIG = configs.RunConfig.of({"model.width": 8, "model.num_heads": 2, "model.context": 8, "model.num_layers": 1})
 
 
