@@ -361,6 +361,7 @@ def test_finished_run_extended_and_crashed_is_bit_exact(undisturbed, tmp_path, c
     assert [r["step"] for r in found if r["split"] == "final"] == [12, 20]
     rates = {r["step"]: r["learning_rate"] for r in found if r["split"] == "train"}
     assert rates[14] > rates[12] and rates[20] < rates[14]
+    assert rates[2] == pytest.approx(0.005 * 2 / 5)  # the second of four that rise to the peak, which is the fifth
     saved = json.loads((whole / "config.json").read_text())
     assert saved["steps"] == 20 and saved["extensions"] == [{"at_step": 12, "from_steps": 12, "to_steps": 20}]
     assert sha256(attnlab.load(whole).params["params"]) == found[-1]["params_sha256"]

@@ -41,8 +41,8 @@ def equal(a, b):
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    """A new folder that keeps the newest two."""
-    with contextlib.closing(Checkpoints(tmp_path / "checkpoints", keep=2)) as made:
+    """A new folder in a new one, that keeps the newest two."""
+    with contextlib.closing(Checkpoints(tmp_path / "new" / "checkpoints", keep=2)) as made:
         yield made
 
 
