@@ -47,6 +47,7 @@ def checkpoints(tmp_path):
 
 
 def test_save_then_restore_is_bit_exact(checkpoints):
+    checkpoints.prepare()
     checkpoints.save(state_at(7))
     checkpoints.close()
     with contextlib.closing(Checkpoints(str(checkpoints.directory))) as again:
