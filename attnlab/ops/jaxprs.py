@@ -104,11 +104,11 @@ class Digest:
         self._hash, self._count, self.by_source = hashlib.sha256(), 0, set()
 
     def hexdigest(self) -> str:
-        """Of all that was added."""
+        """The sha256 of all that was added."""
         return self._hash.hexdigest()
 
     def add(self, function: Callable, *args) -> None:
-        """Trace a function of trees of arrays or shapes, and add what it computes of which paths."""
+        """Trace a function, and add its operations and the paths of its arguments, trees of arrays or shapes."""
         closed = jax.make_jaxpr(function)(*args)
         self.write(*(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)))
         self.write(self._closed(closed))
