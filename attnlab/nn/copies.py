@@ -27,8 +27,10 @@ def functions(value) -> list[FunctionType]:
 
 
 def source_of(value, code) -> tuple[str, Path, str]:
-    """The name of a class or a function, and path and text of its file, or of its cell and what it needs of others;
-    `code` is what has methods, if the class has none.
+    """The name of a class or a function, and path and text of its file, or of its cell with what it needs of others.
+
+    Args:
+      code: the class or function itself, or for a `LayerConfig` the class of its layers, which has the methods.
 
     Raises:
       UserError: it is of no file, and no method of it of a notebook's cell.

@@ -16,16 +16,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 # Parameters of primitives that do not change what is computed, or that the jaxpr of the gradient shows.
 _NAMES = {"name", "debug_info", "in_tree", "out_tree", "out_trees", "symbolic_zeros"}
 _PLACES = {"ctx_mesh", "in_shardings", "out_shardings", "in_layouts", "out_layouts", "sharding", "out_sharding"}
-_COMPILED = {
-    "inline",
-    "donated_invars",
-    "keep_unused",
-    "compiler_options_kvs",
-    "policy",
-    "prevent_cse",
-    "differentiated",
-}
-_RULES = {"jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "fwd", "bwd", "call", "rule"}
+_COMPILED = {"inline", "donated_invars", "keep_unused", "compiler_options_kvs", "policy", "prevent_cse"}
+_RULES = {"differentiated", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "fwd", "bwd", "call", "rule"}
 _NO_PART = _NAMES | _PLACES | _COMPILED | _RULES
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 

@@ -318,7 +318,7 @@ def _hashable(value):
 
 
 def _gains_by_fused_sums(layer: LayerConfig) -> bool:
-    """Whether a layer trains over 3 % faster with fused sums, some of which jaxlib 0.10.2 computes wrongly on CPUs.
+    """Whether a layer trains over 3 % faster with fused sums; jaxlib 0.10.2 computes some of them wrongly.
 
     Without them a step of the quickstart takes 1.05 to 1.12 of its time with attention, 1.03 to 1.18 with `gru`; with
     recurrences and stick-breaking attention 0.89 to 1.03 (two cores of an Intel Xeon, float32 and bfloat16).
