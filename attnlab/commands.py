@@ -7,13 +7,16 @@ import signal
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from attnlab.config import declared, find, unknown, variants
+from attnlab import config as configs
+from attnlab import experiments
+from attnlab.config import RunConfig, declared, unknown
 from attnlab.nn import custom, versions
 from attnlab.nn.config import KINDS
 from attnlab.support import status, workers
@@ -38,7 +41,8 @@ class _OrNone(flags.ArgumentParser):
         return self._parser.flag_type()
 
 
-for _type, _parser in ((int, flags.IntegerParser()), (float, flags.FloatParser()), (bool, flags.BooleanParser())):
+_PARSERS = {int: flags.IntegerParser(), float: flags.FloatParser(), bool: flags.BooleanParser()}
+for _type, _parser in _PARSERS.items():
     config_flags.register_flag_parser_for_type(_type, _OrNone(_parser))
 
 
@@ -123,16 +127,15 @@ def _without_name() -> str:
     return "no file is named"
 
 
-def define_config(values: flags.FlagValues, argv: list[str], saved: ConfigDict | None = None) -> None:
-    """Define `--config=EXPERIMENT[:VARIANT]` and `--config.FIELD=VALUE`; without an experiment they change `saved`."""
-    if saved is not None and not given(argv, "config"):
-        try:
-            config_flags.DEFINE_config_dict("config", saved, flag_values=values, sys_argv=argv)
-        except (AttributeError, KeyError) as error:  # unlike a config file's, its overrides are looked up here
-            raise UserError(_unknown_field(argv) or one_line(error)) from error
-        return
+def define_config(values: flags.FlagValues, argv: list[str], saved: RunConfig | None = None) -> None:
+    """Define `--config=EXPERIMENT[:VARIANT]`, and `--config.FIELD=VALUE`, which change it, or `saved` without one."""
     meaning = "experiment: a name, e.g. quickstart or sancho:tiny, or a Python file; --config.a.b=v changes a field"
-    config_flags.DEFINE_config_file("config", None, meaning, flag_values=values, sys_argv=argv)
+    options = {"help_string": meaning, "flag_values": values, "sys_argv": _without_config(argv)}
+    try:
+        config_flags.DEFINE_config_dict("config", configs.default(), **options)
+    except (AttributeError, KeyError) as error:
+        raise UserError(_unknown_field(argv) or one_line(error)) from error
+    values["config"].base = next(iter(given(argv, "config")), saved)
 
 
 def define_import(values: flags.FlagValues, argv: list[str]) -> None:
@@ -147,23 +150,12 @@ def parse(values: flags.FlagValues, argv: list[str]) -> None:
     """Parse a command line, including `--config` and its overrides; UserError for its first error."""
     if (count := len(_occurrences(argv, "config"))) > 1:  # of which absl defines the fields twice
         raise UserError(f"--config is given {count} times: give it once")
-    argv = _with_config_paths(argv) if "config" in values else argv
-    sys.modules.pop("config_config", None)  # else a second config in one process inherits the names of the first
     try:
-        rest = values(argv)
+        rest = values(_without_config(argv) if "config" in values else argv)
     except flags.UnrecognizedFlagError as error:
-        if error.flagname.startswith("config.") and "config" in values and not given(argv, "config"):
-            raise UserError(_NO_CONFIG) from error
         raise UserError(f"{one_line(error)} (see --help)") from error
-    except (AttributeError, KeyError) as error:
-        raise UserError(_unknown_field(argv) or one_line(error)) from error
-    except (flags.Error, ValueError, TypeError, OSError) as error:
-        message = _NOT_BOOLEAN.sub("expected true or false", one_line(error))
-        if "get_config() takes 0 positional arguments" in message:
-            message = f"--config={given(argv, 'config')[-1].rpartition('/')[2]}: the experiment has no variants"
-        raise UserError(f"{message}; see --help") from error
-    except (Exception, SystemExit) as error:  # anything that a config file raises
-        raise UserError(f"the config file failed ({type(error).__name__}: {one_line(error)})") from error
+    except (flags.Error, ValueError, TypeError) as error:
+        raise UserError(f"{_NOT_BOOLEAN.sub('expected true or false', one_line(error))}; see --help") from error
     if len(rest) > 1:
         raise UserError(f"{rest[1]!r} is not expected here: options look like --name=value; see --help")
     for name in values:
@@ -177,16 +169,43 @@ def parse(values: flags.FlagValues, argv: list[str]) -> None:
             raise UserError(f"--config.data.name has no effect beside --config.data.{other}: leave one of them out")
 
 
-def config_of(values: flags.FlagValues) -> tuple[ConfigDict, str]:
+def config_of(values: flags.FlagValues) -> tuple[RunConfig, str]:
     """The config that the flags name, and its short name: 'quickstart', 'sancho-tiny', "" for an existing run."""
-    if not values["config"].present:
-        if values.config is not None:  # of an existing run
-            return values.config, ""
+    base = values["config"].base
+    if base is None:
         raise UserError(_NO_CONFIG)
-    file, _, variant = config_flags.get_config_filename(values["config"]).partition(":")
-    if not isinstance(values.config, ConfigDict):
-        raise UserError(f"{file}: get_config() returned {values.config!r}: return a modified attnlab.config.default()")
-    return values.config, Path(file).stem + (f"-{variant}" if variant else "")
+    if isinstance(base, RunConfig):
+        return base.changed(changes(values)), ""
+    file, _, variant = base.partition(":")
+    return experiments.load(base).changed(changes(values)), Path(file).stem + (f"-{variant}" if variant else "")
+
+
+def changes(values: flags.FlagValues) -> dict[str, Any]:
+    """The fields of the config that the flags change, and their values."""
+    return config_flags.get_override_values(values["config"])
+
+
+def value_of(field: str, text: str) -> Any:
+    """The value of `--config.FIELD=TEXT`; UserError for an unknown field, and a text of another type."""
+    if (each := declared().get(field)) is None:
+        raise UserError(unknown(field))
+    if text == "None" or str in each.types:
+        return None if text == "None" and type(None) in each.types else text
+    parser = next(_PARSERS[type_] for type_ in each.types if type_ in _PARSERS)
+    try:
+        return parser.parse(text)
+    except ValueError as error:
+        message = _NOT_BOOLEAN.sub("expected true or false", one_line(error))
+        raise UserError(f"config.{field}={text}: {message}") from error
+
+
+def from_words(words: Sequence[str]) -> tuple[RunConfig, set[str]]:
+    """The config of the words of a command line, and the fields that they change."""
+    argv, values = ["attnlab", *words], flags.FlagValues()
+    define_import(values, argv)
+    define_config(values, argv)
+    parse(values, argv)
+    return config_of(values)[0], {*changes(values)}
 
 
 def one_line(error: BaseException) -> str:
@@ -220,22 +239,23 @@ def _occurrences(argv: list[str], name: str) -> list[tuple[int, str]]:
     return found
 
 
-def _with_config_paths(argv: list[str]) -> list[str]:
-    """The command line with the paths of experiments in place of their names."""
-    argv = list(argv)
-    for at, value in _occurrences(argv, "config"):
-        if at < len(argv):  # else the value is missing, which absl reports
-            argv[at] = argv[at].removesuffix(value) + find(value)
-    return argv
+def _without_config(argv: list[str]) -> list[str]:
+    """The command line without `--config=EXPERIMENT`."""
+    left = list(argv)
+    for at, _ in reversed(_occurrences(argv, "config")):
+        is_one = at < len(argv) and re.match("--?config=", argv[at])
+        del left[at if is_one else at - 1 : at + 1]
+    return left
 
 
 def _print_help(values: flags.FlagValues, usage: str) -> None:
     print(f"{(usage or '').strip()}\n\nFlags:")
     for name in sorted(values):
-        default_value = "" if values[name].default is None else f" (default: {values[name].default})"
+        default = values[name].default
+        default_value = "" if default is None or isinstance(default, ConfigDict) else f" (default: {default})"
         print(f"  --{name}: {values[name].help}{default_value}")
     if "config" in values:
-        print(f"\nExperiments: {', '.join(variants())}")
+        print(f"\nExperiments: {', '.join(experiments.names())}")
         print("\nConfig fields and their defaults; of several values the last counts:")
         for group, fields in itertools.groupby(declared().items(), lambda item: _group(item[0])):
             print(f"\n{group}")

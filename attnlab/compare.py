@@ -25,21 +25,18 @@ from pathlib import Path
 
 from absl import flags
 
-from attnlab import commands, compilation
+from attnlab import commands, compilation, experiments
+from attnlab import config as configs
 from attnlab.comparing import comparison, replication
 from attnlab.comparing.report import Part
-from attnlab.comparing.variants import SIZES, fields_of_file, parse, size
+from attnlab.comparing.variants import SIZES, parse, size
+from attnlab.config import RunConfig
 from attnlab.nn import custom
 from attnlab.support.errors import UserError
-from attnlab.sweep import shared_options
 from attnlab.sweeping import training_runs
 from attnlab.training import flops, precision
 
-FLAGS = (
-    "variant", "variants", "learning_rates", "seeds", "tuning_seeds", "tasks", "match", "match_length", "jobs",
-    "together", "workdir", "dry_run", "nodry_run", "check",
-)  # fmt: skip
-# Of which an experiment's dictionary COMPARE may have other values, in the words of a command line.
+# Flags of which an experiment's dictionary COMPARE may have other values.
 DEFAULT_OF_FILE = ("learning_rates", "seeds", "tuning_seeds", "tasks", "match", "match_length", "jobs")
 
 
@@ -75,8 +72,7 @@ def _define(values, argv) -> None:
 
 def _main(values, argv: list[str]) -> int:
     compilation.fuse_no_sums()  # layers are checked here
-    _, name = commands.config_of(values)
-    options = shared_options(argv, FLAGS)
+    config, name = commands.config_of(values)
     file = values.variants or commands.given(argv, "config")[-1].partition(":")[0]
     _set_defaults(values, file)
     has_variants = bool(values.variants or not values.variant)  # else they are on the command line
@@ -88,9 +84,9 @@ def _main(values, argv: list[str]) -> int:
         raise UserError(f"--learning_rates={','.join(values.learning_rates)}: expected numbers") from error
     arguments = {name: values[name].value for name in ("seeds", "tuning_seeds", "match", "match_length")}
     arguments |= {"learning_rates": rates, "tasks": values.tasks, "published": published}
-    arguments["known_tasks"] = fields_of_file(file, "TASKS")
+    arguments["known_tasks"] = experiments.dictionary(file, "TASKS")
     folder, together = Path(values.workdir or f"runs/{name}-comparison"), training_runs.checked(values.together)
-    parts = comparison.parts(options, variants, folder, **arguments)
+    parts = comparison.parts(config, {*commands.changes(values)}, variants, folder, **arguments)
     used = [layer for part in parts for variant in part.variants for layer in part.config_of(variant).model.used]
     custom.check_used(values["import"].value, used)
     check = values.check == "on"
@@ -109,7 +105,7 @@ def _main(values, argv: list[str]) -> int:
 
 def _set_defaults(values, file: str) -> None:
     """Set the flags that the dictionary COMPARE of a file names, and the command line does not."""
-    for name, value in fields_of_file(file, "COMPARE").items():
+    for name, value in experiments.dictionary(file, "COMPARE").items():
         if name not in DEFAULT_OF_FILE:
             raise UserError(f"{file}: COMPARE has {name!r}: expected some of {', '.join(DEFAULT_OF_FILE)}")
         try:
@@ -124,11 +120,12 @@ def _print_runs(parts: list[Part]) -> int:
     """The runs of a comparison, and an estimate of their time."""
     count = seconds = 0
     for part in parts:
-        print(f"--- {part.name or 'text'}: {' '.join(part.protocol.options)}")
+        base = part.protocol.config
+        print(f"--- {part.name or 'text'}: {' '.join(configs.words(base, RunConfig()))}")
         vocab_size = comparison.vocab_size(part)
         for variant in part.variants:
             config = part.config_of(variant)
-            print(f"{variant.name}: {' '.join(variant.options)}")
+            print(f"{variant.name}: {' '.join(configs.words(config, base))}")
             points = [*part.protocol.tuning(variant), *part.protocol.final(variant, part.protocol.rates[0])]
             for point in points[: -len(part.protocol.seeds)]:
                 print(f"  choosing: {point.name}")

@@ -6,29 +6,27 @@ checks them, and makes the frozen `RunConfig` that all else reads.
 
 import dataclasses
 import functools
-import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict, config_dict
 
 from attnlab.data import tokenizers
 from attnlab.data.tasks import named
+from attnlab.nn import custom, records
 from attnlab.nn.config import KINDS, ModelConfig
-from attnlab.nn.layer import LayerConfig
-from attnlab.support import shipped
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
 from attnlab.support.options import (
     FieldError,
     Option,
+    changed,
     check_effects,
-    check_values,
-    from_values,
     is_recorded,
     option,
     option_values,
@@ -49,7 +47,10 @@ FREE_TO_CHANGE = (
     "model.remat",
     "model.scan",
 )
-FORMAT = 1  # of config.json
+FORMAT = 2  # of config.json
+# Fields of a run that are called as if they were its model's.
+_OF_RUN = {"model.vocab_size": "vocab_size", "model.scan": "scan"}
+_PATHS = ("init_from", "data.store", "checkpoint.dir")
 
 # Values of other options of a group without which an option has no effect.
 _TRAINED = {"tokenizer": tokenizers.TRAINED}
@@ -82,21 +83,6 @@ class Data:
         choices=("stream", "documents"),
     )
     store: str = option("folder of the tokens; attnlab/tokens in the user's cache folder when empty", "")
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """`config.model` besides the fields of a `ModelConfig`, and besides the options of each kind under its name."""
-
-    layers: str = option(
-        "kinds of one period of layers, as in 'gated_delta*3 attention'; one word for all layers", "attention"
-    )
-    vocab_size: int | None = option("tokens of the model; None for the tokenizer's, a larger one pads it", None, low=1)
-    scan: bool | None = option(
-        "the layers as one loop over stacked parameters, compiled in the time of one; None for True from four layers "
-        "on (33 on GPUs), and with fsdp",
-        None,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,10 +196,10 @@ class Log:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """The config of a run, complete and checked.
+    """The config of a run, complete and checked, with absolute paths.
 
-    Its fields have the names of a command line, but for the model: `model` is a `ModelConfig`, with 1 token where they
-    are the tokenizer's, and `config.model.vocab_size` and `config.model.scan` are fields of the run.
+    Its fields have the names of a command line. `model` is a `ModelConfig` of the config's precision, with 1 token
+    where they are the tokenizer's; `config.model.vocab_size` and `config.model.scan` are fields of the run.
 
     >>> config = RunConfig.of({"steps": 100, "model.layers": "gated_delta", "model.gated_delta.conv": 2})
     >>> config.steps, config.model.layers[0].conv, config.changed({"model.width": 64}).model.width
@@ -245,31 +231,17 @@ class RunConfig:
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     model: ModelConfig = dataclasses.field(default_factory=lambda: ModelConfig(vocab_size=1))
-    vocab_size: int | None = None
-    scan: bool | None = None
+    vocab_size: int | None = option("tokens of the model; None for the tokenizer's, a larger one pads it", None, low=1)
+    scan: bool | None = option(
+        "the layers as one loop over stacked parameters, compiled in the time of one; None for True from four layers "
+        "on (33 on GPUs), and with fsdp",
+        None,
+    )
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """The config of values by dotted name; UserError for an unknown name, and for an invalid value."""
-        known = declared()
-        for name in values:
-            if name not in known:
-                raise UserError(unknown(name))
-        dtype = jnp.dtype("bfloat16" if values.get("precision") == "bfloat16" else "float32")
-        try:
-            check_values({name: known[name] for name in values}, values)
-            if named.parse(values.get("data.name", Data.name)) is None:
-                values = {**values, **_data_name(values)}
-            groups = _nested(values)
-            model = groups.pop("model", {})
-            own = {name: model.pop(name, None) for name in ("vocab_size", "scan")}
-            try:
-                model = ModelConfig.of(**model, vocab_size=own["vocab_size"] or 1, dtype=dtype)
-            except FieldError as error:
-                raise error.within("model") from None
-            return from_values(cls, groups | own | {"model": model})
-        except FieldError as error:
-            raise UserError(f"config.{error}") from None
+        """The default config with other values of some fields: see `changed`."""
+        return _default().changed(values)
 
     def __post_init__(self):
         validate(self)
@@ -279,19 +251,64 @@ class RunConfig:
             raise FieldError("checkpoint.history", history, expected)
         if 0 < tflops < 1e-6:
             raise FieldError("log.peak_tflops", tflops, "expected 1e-6 or more, or 0 to measure it")
+        sizes = {"vocab_size": self.vocab_size or 1, "padded_vocab_size": None}
+        model = {"dtype": jnp.dtype("bfloat16" if self.precision == "bfloat16" else "float32")} | sizes
+        if any(repr(getattr(self.model, name)) != repr(value) for name, value in model.items()):  # also jnp.float32
+            object.__setattr__(self, "model", self.model.replace(**model))
+        custom.add(self.model.layers)
+        object.__setattr__(self, "data", _with_name(self.data))
+        for name in _PATHS:  # found from any working directory
+            _make_absolute(self, name)
         _check_task(self.data, self.model.context)
         self.profiled()
 
     def changed(self, values: Mapping[str, Any]) -> "RunConfig":
-        """The config with other values of some fields, by dotted name."""
-        return RunConfig.of(self.fields | values)
+        """The config with other values of some fields, all of which are checked together.
 
-    @property
+        Args:
+          values: by dotted name. "model.layers" is kinds, of which those that stay keep their options; or configs, or
+            what `attnlab.nn.register` takes; "model.attention.window" is of all layers of a kind,
+            "model.layers[0].window" of one.
+
+        Raises:
+          UserError: an unknown name, an invalid value.
+        """
+        known = declared()
+        for name in values:
+            if name not in known and (why := unknown(name)):
+                raise UserError(why)
+        own = {_OF_RUN.get(name, name): value for name, value in values.items()}
+        model = {name[6:]: own.pop(name) for name in [*own] if name.startswith("model.")}
+        if "layers" in model:
+            model["layers"] = custom.layers_of(model["layers"])
+        try:
+            if model:
+                try:
+                    own["model"] = self.model.changed(model)
+                except FieldError as error:
+                    raise error.within("model") from None
+            return changed(self, own)
+        except FieldError as error:
+            raise UserError(f"config.{error}") from None
+
+    @functools.cached_property
     def fields(self) -> dict[str, Any]:
-        """All fields and their values by dotted name, without the options of kinds that no layer is of."""
-        own = {name: value for name, value in option_values(self).items() if not name.startswith("model.")}
-        model = model_fields(self.model) | {"vocab_size": self.vocab_size, "scan": self.scan}
-        return own | {f"model.{name}": value for name, value in model.items()}
+        """All fields and their values by dotted name, as `changed` takes them; masks and the like where they are set.
+
+        The options of a kind have its name, "model.attention.window"; of layers of one kind with different options
+        their place, "model.layers[0].window".
+        """
+        names, values = {field: name for name, field in _OF_RUN.items()}, option_values(self)
+        found = {names.get(name, name): x for name, x in values.items() if name not in _OF_RUN}
+        layers, found["model.layers"] = self.model.layers, self.model.kinds
+        for place, layer in enumerate(layers):
+            alone = all(other == layer for other in layers if other.kind == layer.kind)
+            where = f"model.{layer.kind if alone else f'layers[{place}]'}"
+            default, others = type(layer)(), [x.name for x in dataclasses.fields(layer) if not is_recorded(x)]
+            own = {name: getattr(layer, name) for name in others}
+            own = {name: x for name, x in own.items() if not records.same(getattr(default, name), x)}
+            found |= {f"{where}.{name}": x for name, x in (own | option_values(layer)).items()}
+        return found
 
     def profiled(self) -> tuple[int, int] | None:
         """The first and the last step that `log.profile` names, or None; FieldError for others than the run has."""
@@ -327,17 +344,32 @@ class RunConfig:
         """The first field that keeps it from resuming a run of another config, and both values; "" for none."""
         was, now = before.fields, self.fields
         for field in dict.fromkeys([*was, *now]):
-            if not field.startswith(FREE_TO_CHANGE) and was.get(field) != now.get(field):
+            if not field.startswith(FREE_TO_CHANGE) and not records.same(was.get(field), now.get(field)):
                 return f"config.{field} = {now.get(field)!r}, there it was {was.get(field)!r}"
         return ""
 
 
-def _data_name(values: Mapping[str, Any]) -> dict[str, str]:
-    """The name of a text that a path or a mixture says."""
-    path, mixture = values.get("data.path"), values.get("data.mixture")
-    if path and mixture:
+@functools.cache
+def _default() -> RunConfig:
+    return RunConfig()
+
+
+def _with_name(data: Data) -> Data:
+    """The data with the name of a text that a path or a mixture says."""
+    if data.path and data.mixture:
         raise UserError("config.data.path and config.data.mixture are both set: name the path in the mixture")
-    return {"data.name": "text" if path else "mixture"} if path or mixture else {}
+    name = "text" if data.path else "mixture" if data.mixture else data.name
+    return data if data.name == name or named.parse(data.name) else dataclasses.replace(data, name=name)
+
+
+def _make_absolute(config: RunConfig, name: str) -> None:
+    """Make a path of a new config absolute, but for an address of checkpoints."""
+    group, _, field = name.rpartition(".")
+    path = getattr(getattr(config, group) if group else config, field)
+    if path and not (field == "dir" and "://" in path):
+        path = str(Path(path).expanduser().absolute())
+        value = dataclasses.replace(getattr(config, group), **{field: path}) if group else path
+        object.__setattr__(config, group or field, value)
 
 
 def _check_task(data: Data, context: int) -> None:
@@ -351,40 +383,13 @@ def _check_task(data: Data, context: int) -> None:
             raise FieldError(f"data.{field}", value, f"it is of texts, and {data.name!r} has none: leave it out")
 
 
-def check_recordable(layers: Sequence[LayerConfig]) -> None:
-    """Raise UserError for layers that would lose a part when written as fields by name, as `config.json` has them."""
-    of_kind = {}
-    for layer in layers:
-        default = type(layer)()
-        for field in dataclasses.fields(layer):
-            value, usual = getattr(layer, field.name), getattr(default, field.name)
-            if not is_recorded(field) and value is not usual and repr(value) != repr(usual):
-                is_part = field.name in ("mask", "score_mod")
-                remedy = "pass it to train(…), or compare it itself" if is_part else "make it an option(…)"
-                where = f"{layer.kind}.{field.name} is a {type(value).__name__}"
-                raise UserError(f"{where}, which the config of a run cannot hold: {remedy}")
-        if of_kind.setdefault(layer.kind, layer) != layer:
-            raise UserError(
-                f"layers of the kind {layer.kind} have different options, which the config of a run cannot hold: use "
-                "another kind, such as local, for one of them"
-            )
-
-
-def model_fields(model: ModelConfig) -> dict[str, Any]:
-    """The fields of `config.model` that describe a model, by dotted name; UserError for one that they cannot."""
-    check_recordable(model.layers)
-    runs = [(kind, len(list(words))) for kind, words in itertools.groupby(layer.kind for layer in model.layers)]
-    fields = option_values(model) | {"vocab_size": model.vocab_rows}
-    fields["layers"] = " ".join(kind if count == 1 else f"{kind}*{count}" for kind, count in runs)
-    for layer in model.layers:
-        fields |= {f"{layer.kind}.{name}": value for name, value in option_values(layer).items()}
-    return fields
-
-
 def declared() -> dict[str, Option]:
     """The options of a config by dotted name, custom kinds of layers included."""
-    kinds = {f"{kind}.{name}": each for kind, config in KINDS.items() for name, each in options(config).items()}
-    return options(RunConfig) | {f"model.{name}": each for name, each in (options(Model) | kinds).items()}
+    found, layers = dict(options(RunConfig)), "kinds of one period of layers, as in 'gated_delta*3 attention'"
+    found |= {name: found.pop(field) for name, field in _OF_RUN.items()}
+    found["model.layers"] = Option(f"{layers}; one word for all layers", (str,), "attention", None, None, ())
+    kinds = {f"model.{kind}.{name}": each for kind, config in KINDS.items() for name, each in options(config).items()}
+    return found | kinds
 
 
 def default() -> ConfigDict:
@@ -400,41 +405,55 @@ def default() -> ConfigDict:
     return ConfigDict(_nested(values))
 
 
-def editable(config: RunConfig) -> ConfigDict:
-    """A config with the same values, to be changed."""
-    found = default()
-    found.update(ConfigDict(_nested(config.fields)))
-    return found
-
-
-def completed(config: ConfigDict | RunConfig, **changed) -> RunConfig:
-    """The checked config, with absolute paths; `changed` are fields of `config.model`.
+def completed(config: ConfigDict | RunConfig) -> RunConfig:
+    """The checked config of a modified `default()`.
 
     Raises:
       UserError: an unknown or missing field, values that do not fit together.
     """
     if isinstance(config, RunConfig):
-        return config.changed({f"model.{name}": value for name, value in changed.items()}) if changed else config
-    values = _flat(json.loads(config.to_json_best_effort()))
+        return config
+    values, known = _flat(json.loads(config.to_json_best_effort())), declared()
     kinds = tuple(f"model.{kind}." for kind in KINDS)  # of which some may be newer than the config
-    for field in declared():
+    for field in known:
         if field not in values and not field.startswith(kinds):
             raise UserError(f"config.{field} is missing: start from attnlab.config.default()")
-    for field in ("init_from", "data.store", "checkpoint.dir"):
-        if values[field] and not (field == "checkpoint.dir" and "://" in values[field]):
-            values[field] = str(Path(values[field]).expanduser().absolute())  # found from any working directory
-    return RunConfig.of(values | {f"model.{name}": value for name, value in changed.items()})
+    return RunConfig.of({x: value for x, value in values.items() if x not in known or value != known[x].default})
+
+
+def words(config: RunConfig, base: RunConfig) -> list[str]:
+    """The words of a command line that change one config into another, as far as words can say it."""
+    before, known = base.fields, declared()
+
+    def differs(name, value):
+        of_layer = re.fullmatch(r"model\.layers\[(\d+)\]\.(.*)", name)
+        usual = f"model.{config.model.layers[int(of_layer[1])].kind}.{of_layer[2]}" if of_layer else name
+        return not records.same(before[name] if name in before else getattr(known.get(usual), "default", None), value)
+
+    return [f"--config.{name}={value}" for name, value in config.fields.items() if differs(name, value)]
 
 
 def to_json(config: RunConfig, **metadata) -> str:
-    """The content of `config.json`: its format, the fields of `config`, metadata."""
-    return json.dumps({"format": FORMAT} | _nested(config.fields) | metadata, indent=2) + "\n"
+    """The content of `config.json`: its format, the fields of `config` with the record of each layer, metadata."""
+    return json.dumps(to_tree(config) | metadata, indent=2) + "\n"
 
 
-def from_json(saved: Mapping[str, Any]) -> RunConfig:
-    """The config in the content of `config.json`; missing fields have their defaults."""
+def to_tree(config: RunConfig) -> dict[str, Any]:
+    """The format and the fields of a config as JSON has them; arrays are named, see `attnlab.nn.records`."""
+    names, values = {field: name for name, field in _OF_RUN.items()}, option_values(config)
+    values = {names.get(name, name): value for name, value in values.items() if name not in _OF_RUN}
+    values["model.layers"] = list(map(records.of_layer, config.model.layers))
+    return {"format": FORMAT} | _nested(values)
+
+
+def from_json(saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> RunConfig:
+    """The config in the content of `config.json`, of format 1 or 2, and of `config.npz`; missing fields have their
+    defaults."""
     groups = {name.partition(".")[0] for name in declared()}
-    return RunConfig.of(_flat({name: value for name, value in saved.items() if name in groups}))
+    values = _flat({name: value for name, value in saved.items() if name in groups})
+    if not isinstance(layers := values.get("model.layers", ""), str):
+        values["model.layers"] = tuple(records.layer_of(layer, arrays or {}) for layer in layers)
+    return RunConfig.of(values)
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -453,37 +472,10 @@ def _flat(tree, prefix="") -> dict:
     return flat
 
 
-def experiments() -> dict[str, Path]:
-    """The files of the experiments in `configs/` by name, also in a wheel."""
-    return shipped.files("configs")
-
-
-def variants() -> list[str]:
-    """The experiments as `--config` takes them: one whose `get_config` has an argument with each of its values."""
-    found = {name: shipped.strings(file, "VARIANTS") for name, file in experiments().items()}
-    return [f"{name}:{value}" if value else name for name, values in found.items() for value in values or [""]]
-
-
-def find(experiment: str) -> str:
-    """The path of an experiment, named by its name or path, with its variant.
-
-    A path has a slash or ends in ".py": a file or folder of the current folder never takes the place of a name.
-    """
-    name, colon, variant = experiment.partition(":")
-    named = experiments()
-    if name in named:
-        return f"{named[name]}{colon}{variant}"
-    if ("/" in name or name.endswith(".py")) and Path(name).is_file():
-        return experiment
-    here = [str(file) for file in Path(name).parent.glob("*.py")] if "/" in name else []
-    close = nearest(name, [*named, *here]) or nearest(Path(name).stem, named)
-    raise UserError(f"--config={name}: no such experiment or file{close}: there are {', '.join(variants())}")
-
-
 def unknown(field: str) -> str:
     """Why a name is no field, with one that is like it; "" for a field."""
     known = declared()
-    if field in known:
+    if field in known or re.match(rf"model\.({'|'.join(KINDS)}|layers\[\d+\])(\.|$)", field):
         return ""
     own = [name for name in known if "." not in name]
     close = nearest(field, known) or nearest(field.rpartition(".")[2], own) or ": attnlab train --help lists them"

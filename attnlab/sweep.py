@@ -26,23 +26,25 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from attnlab import commands, runs, train
-from attnlab.nn import custom
+from attnlab import commands, experiments, runs, train
+from attnlab import config as configs
+from attnlab.config import RunConfig
+from attnlab.nn import custom, versions
 from attnlab.study.report import mean_and_margin
 from attnlab.support import paths, tables, workers
 from attnlab.support.errors import UserError
 from attnlab.sweeping import grid, training_runs
+from attnlab.training.experiment import shared_programs
 
 MARKER, TABLE, GROUPS, PLOT = "sweep.json", "runs.csv", "groups.csv", "runs.png"
 LOSSES, COUNTS = ("loss", "best_loss", "mean_loss", "low", "high"), ("best_step", "steps", "tokens_per_second")
 _GRID = "config.FIELD=VALUE,VALUE,…, or several fields that vary together"
-FLAGS = ("grid", "jobs", "together", "workdir", "dry_run", "nodry_run")  # the command's, not the runs'
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 1 if a run failed, 2 for a mistake, 128 + the number of a signal."""
     argv = list(sys.argv if argv is None else argv)
-    return commands.run(_define, lambda values: _main(values, shared_options(argv)), __doc__, argv)
+    return commands.run(_define, _main, __doc__, argv)
 
 
 def _define(values, argv) -> None:
@@ -54,24 +56,75 @@ def _define(values, argv) -> None:
     flags.DEFINE_bool("dry_run", False, "list the runs, and start none", flag_values=values)
 
 
-def _main(values, options: list[str]) -> int:
+def _main(values) -> int:
     if not values.grid:
         raise UserError("--grid is missing: name a field and its values, e.g. --grid config.seed=0,1")
-    _, name = commands.config_of(values)
+    config, name = commands.config_of(values)
     together = training_runs.checked(values.together)
-    points = grid.points(values.grid, options)
+    points = grid.points(values.grid, config)
     custom.check_used(values["import"].value, [layer for point in points for layer in point.config.model.used])
     folder = Path(values.workdir or f"runs/{name}-sweep")
     if values.dry_run:
-        print("\n".join(shlex.join(["attnlab", "train", *p.options, f"--workdir={folder / p.name}"]) for p in points))
+        experiment = values["config"].base
+        words = ["attnlab", "train", f"--config={experiment}", *(f"--import={file}" for file in values["import"].value)]
+        base = experiments.load(experiment)
+        for point in points:
+            print(shlex.join([*words, *configs.words(point.config, base), f"--workdir={folder / point.name}"]))
         return 0
-    finished = {point.name for point in points if train.is_finished(point.config, folder / point.name)}
     try:
-        with training_runs.claimed(folder, MARKER, {"grid": values.grid, "options": options}) as lock:
-            runner = training_runs.Runner(len(points), values.jobs, together, lock)
-            failed = runner.train(points, finished, folder)
+        _, failed = _trained(points, folder, values.jobs, together, {"grid": values.grid})
     except workers.Interrupted as stopped:
         return 128 + stopped.args[0]
+    return 1 if failed else 0
+
+
+def sweep(
+    configs: Sequence[RunConfig], workdir: str | Path, *, jobs: int = 0, together: int | str = "auto"
+) -> list[dict]:
+    """Train some runs side by side, each in a folder of its own in `workdir`, which is named by what it differs in.
+
+    The same call goes on where it was stopped, and keeps the runs that are finished.
+
+    Args:
+      configs: of all runs.
+      workdir: gets the runs, the table `runs.csv`, with seeds beside other fields `groups.csv`, and plots.
+      jobs: processes at a time; 0 trains in this one, which values that live in it alone need.
+      together: how many runs of one program are trained as one; "auto": all on a GPU, one on CPUs.
+
+    Returns:
+      a record for each run, the lowest final loss first, and those that failed last, with their "error".
+
+    Raises:
+      UserError: an unusable config or folder, before any run.
+      KeyboardInterrupt: after a signal; the state of the runs is saved.
+
+    >>> import tempfile
+    >>> from attnlab.masks import SlidingWindow
+    >>> small = {"steps": 2, "model.num_layers": 1, "model.width": 16, "eval.windows": 4, "parallel.mesh.data": 1}
+    >>> base = RunConfig.of(small | {"data.tokenizer": "byte", "sample.length": 0, "log.tensorboard": False})
+    >>> masks = SlidingWindow(left=4), SlidingWindow(left=8)
+    >>> configs = [base.changed({"model.layers": mask}) for mask in masks]
+    >>> rows = sweep(configs, tempfile.mkdtemp())  # doctest: +ELLIPSIS
+    1/2 ...
+    >>> [row["steps"] for row in rows]
+    [2, 2]
+    """
+    if not isinstance(jobs, int) or jobs < 0:
+        raise UserError(f"jobs = {jobs!r}: expected a number of processes, or 0 for this one")
+    points, together = grid.of_configs(configs), training_runs.checked(str(together))
+    try:
+        return _trained(points, Path(workdir), jobs, together, {"runs": [point.name for point in points]})[0]
+    except workers.Interrupted as stopped:
+        raise KeyboardInterrupt(*stopped.args) from None
+
+
+@versions.taken_once()
+@shared_programs()
+def _trained(points: list[grid.Point], folder: Path, jobs: int, together: str, about: dict) -> tuple[list[dict], dict]:
+    """Train runs, and print and write their tables; the table, and the errors of those that failed, by name."""
+    finished = {point.name for point in points if train.is_finished(point.config, folder / point.name)}
+    with training_runs.claimed(folder, MARKER, about) as lock:
+        failed = training_runs.Runner(len(points), jobs, together, lock).train(points, finished, folder)
     rows, groups = table(points, folder, failed), group_of(points)
     means = group_table(groups, points, rows)
     _print(rows)
@@ -79,19 +132,7 @@ def _main(values, options: list[str]) -> int:
         print("\nmean final loss over seeds, low and high ends of its 95 % interval (Student's t)")
         _print(means)
     _write(rows, means, groups, folder)
-    return 1 if failed else 0
-
-
-def shared_options(argv: list[str], excluded: Sequence[str] = FLAGS) -> list[str]:
-    """The options of a command line that every run gets, such as `--config=…`: all but the command's flags."""
-    kept, skip = [], False
-    for word in commands.with_flag_files(argv)[1:]:
-        flag, equals, _ = word.lstrip("-").partition("=")
-        is_excluded = word.startswith("-") and flag in excluded
-        if not (is_excluded or skip):
-            kept.append(word)
-        skip = is_excluded and not equals and "dry_run" not in flag  # its value is the next word
-    return kept
+    return rows, failed
 
 
 def table(points: list[grid.Point], folder: Path, failed: dict[str, str]) -> list[dict]:

@@ -22,7 +22,7 @@ import contextlib
 import functools
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,18 +36,20 @@ from attnlab import commands, compilation
 from attnlab import config as configs
 from attnlab.config import RunConfig
 from attnlab.nn import custom, versions
+from attnlab.nn.layer import LayerConfig
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMods
 from attnlab.support import status
+from attnlab.support.errors import UserError
 from attnlab.training import metrics, processes
 from attnlab.training import run as runs
 from attnlab.training import trainer as trainers
 from attnlab.training.checkpoints import OnPhase
 from attnlab.training.loading import Run, load
-from attnlab.training.passed import NOTHING, Passed
+from attnlab.training.passed import NOTHING, Passed, with_parts
 from attnlab.training.preemption import PreemptionHandler, exit_peer_lost, is_peer_lost
 from attnlab.training.trackers import NewTracker
-from attnlab.training.workdir import read_config
+from attnlab.training.workdir import read_run
 
 
 def main(argv: list[str] | None = None, **hooks) -> int:
@@ -73,7 +75,7 @@ class TrainedRun(NamedTuple):
       loss: on the validation text, nats per token, at the end of training, or of the evaluation; None where a signal
         stopped the run, and after training in all processes but the first, which writes the records.
       signal: the number of the signal that stopped and saved it; 0 for none.
-      passed: the user's parts.
+      passed: the user's model and optimizer.
     """
 
     workdir: Path
@@ -87,9 +89,8 @@ class TrainedRun(NamedTuple):
         return metrics.read(self.workdir / "metrics.jsonl")
 
     def load(self, step: int | str = "latest") -> Run:
-        """`attnlab.load` of the run, with the user's model, mask and score mods."""
-        passed = self.passed
-        return load(self.workdir, step, model=passed.model, mask=passed.mask, score_mod=passed.score_mod)
+        """`attnlab.load` of the run, with the user's model."""
+        return load(self.workdir, step, model=self.passed.model)
 
 
 def train(
@@ -97,7 +98,7 @@ def train(
     workdir: str | Path,
     *,
     eval_only: bool = False,
-    layers: type[nn.Module] | None = None,
+    layers: str | LayerConfig | Sequence[LayerConfig] | type[nn.Module] | None = None,
     mask: Mask | None = None,
     score_mod: ScoreMods | None = None,
     model: nn.Module | None = None,
@@ -109,12 +110,12 @@ def train(
     """Train with a config, resuming the run in `workdir` if there is one; a finished one is returned as it is.
 
     Args:
-      config: a modified `attnlab.config.default()`; with more steps than the run in `workdir`, the run is extended.
+      config: a modified `attnlab.config.default()`, or a `RunConfig`, which may hold layers, masks and score mods; with
+        more steps than the run in `workdir`, the run is extended.
       workdir: gets `config.json`, `tokenizer.json`, `metrics.jsonl`, `checkpoints/`, TensorBoard events and profiles.
       eval_only: evaluate the newest checkpoint on the validation text, and write nothing.
-      layers: a class of layers in place of `config.model.layers`, see `attnlab.nn.register`.
-      mask, score_mod: for all layers of the config's GPT; a function `fn(score, b, h, i, j)` is a score mod as well.
-        Pass equal ones when resuming, as of model and optimizer.
+      layers: in place of `config.model.layers`: configs of layers, or a class, see `attnlab.nn.register`.
+      mask, score_mod: for all layers; a function `fn(score, b, h, i, j)` is a score mod as well.
       model: a linen module in place of the GPT of `config.model`, of which only `context` is then used. Its only
         collection is `params`. It is called with int32 tokens `[B, T]`, in training with `deterministic=False` and
         `dropout_key=` a key for each sequence `[B]`, for `config.data.packing = "documents"` with `segments=`, int32
@@ -147,8 +148,13 @@ def train(
     >>> run.loss == run.records[-1]["loss"]
     True
     """
-    passed, hooks = Passed(layers, mask, score_mod, model, optimizer), {"on_phase": on_phase, "tracker": tracker}
-    return _train(config, workdir, passed, on_step=on_step, eval_only=eval_only, **hooks)
+    parts = {"layers": layers, "mask": mask, "score_mod": score_mod}
+    for name, value in parts.items():
+        if model is not None and value is not None:
+            raise UserError(f"{name}= is for the config's GPT, and model= takes its place: leave one of them out")
+    config, passed = with_parts(configs.completed(config), **parts), Passed(model, optimizer)
+    hooks = {"on_step": on_step, "on_phase": on_phase, "tracker": tracker}
+    return _train(config, workdir, passed, eval_only=eval_only, **hooks)
 
 
 @versions.taken_once()
@@ -208,7 +214,7 @@ def _define(values, argv):
     commands.define_import(values, argv)
     workdir = Path((commands.given(argv, "workdir") or [runs.NOWHERE])[-1])
     needs = not commands.given(argv, "config") and (workdir / "config.json").exists()
-    commands.define_config(values, argv, configs.editable(configs.from_json(read_config(workdir))) if needs else None)
+    commands.define_config(values, argv, read_run(workdir)[1] if needs else None)
     flags.DEFINE_string("workdir", None, "folder of the run; by default runs/NAME-OF-CONFIG", flag_values=values)
     flags.DEFINE_bool("eval_only", False, "evaluate the newest checkpoint and write nothing", flag_values=values)
 
@@ -218,12 +224,11 @@ def _main(values, own_process: bool, **hooks) -> int:
     if own_process:
         compilation.keep_programs()
         compilation.release_memory()
-    completed = configs.completed(config)
-    custom.check_used(values["import"].value, completed.model.used)
+    custom.check_used(values["import"].value, config.model.used)
     status.show("starting the devices")
-    processes.connect(completed.parallel.timeout)  # a plan needs all processes
+    processes.connect(config.parallel.timeout)  # a plan needs all processes
     workdir = values.workdir or Path("runs") / name
-    run = _train(completed, workdir, eval_only=values.eval_only, own_process=own_process, **hooks)
+    run = _train(config, workdir, eval_only=values.eval_only, own_process=own_process, **hooks)
     return 128 + run.signal if run.signal else 0
 
 

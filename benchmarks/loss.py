@@ -20,7 +20,6 @@ the seconds of nanoGPT under autocast over the recipe's.
 """
 
 import json
-import runpy
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +28,7 @@ import numpy as np
 from absl import flags
 
 from attnlab import config as configs
+from attnlab import experiments
 from attnlab.config import RunConfig
 from attnlab.data import corpora, tokenizers
 from attnlab.support.errors import UserError
@@ -95,13 +95,10 @@ def load_recipe(name: str) -> RunConfig:
     >>> load_recipe("quickstart").model.width
     128
     """
-    file, _, variant = configs.find(name).partition(":")
     try:
-        get_config = runpy.run_path(file)["get_config"]
-        config = get_config(variant) if variant else get_config()
-    except Exception as error:
-        raise UserError(f"--recipes={name} cannot be loaded: {type(error).__name__}: {error}") from error
-    return configs.completed(config)
+        return experiments.load(name)
+    except UserError as error:
+        raise UserError(f"--recipes={name} cannot be loaded: {error}") from error
 
 
 def _peer(steps: int, bfloat16: bool) -> Runner:

@@ -21,10 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ml_collections import config_flags
-
 from attnlab import commands
-from attnlab import config as configs
 from attnlab.support.errors import UserError
 
 from .harness import options, tables, workers
@@ -50,10 +47,8 @@ def main(values) -> int:
     if values.record:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     options.check_common(values, COUNTS)
-    config = configs.completed(commands.config_of(values)[0])
-    overrides = config_flags.get_override_values(values["config"])
-    arguments = [f"--config={config_flags.get_config_filename(values['config'])}"]
-    arguments += [f"--config.{field}={value}" for field, value in overrides.items()]
+    config, changes = commands.config_of(values)[0], commands.changes(values)
+    arguments = [f"--config={values['config'].base}", *(f"--config.{field}={x}" for field, x in changes.items())]
     if config.checkpoint.dir:
         raise UserError("--config.checkpoint.dir: each run of this benchmark saves in its own workdir; leave it out")
     with tempfile.TemporaryDirectory(prefix="attnlab-start-") as name:

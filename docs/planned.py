@@ -15,14 +15,13 @@ import json
 import math
 import os
 import platform
-import runpy
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from attnlab import config as configs
+from attnlab import experiments
 
 ROOT = Path(__file__).parents[1]
 TABLES = ROOT / "docs" / "guide" / "planned.txt"
@@ -105,8 +104,7 @@ def cases() -> list[Case]:
 
 def microbatch(config: str) -> int:
     """Sequences that a config's devices share at a time."""
-    file, _, variant = configs.find(config).partition(":")
-    made = runpy.run_path(file)["get_config"](*([variant] if variant else []))
+    made = experiments.load(config)
     return made.batch_size // made.optimizer.accumulation
 
 

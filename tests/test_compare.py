@@ -184,13 +184,13 @@ def test_published_results_are_set_beside_ours_with_an_outcome(finished):
 
 
 def test_published_result_at_a_length_is_compared_with_chance_for_a_diverged_run(finished, tmp_path):
-    folder, options = shutil.copytree(part_of(finished[0], "task"), tmp_path / "task"), ["--config=quickstart"]
+    folder = shutil.copytree(part_of(finished[0], "task"), tmp_path / "task")
     workdirs = sorted(folder.glob("variant=window,*"))
-    points = [grid.Point(each.name, {}, options, attnlab.load(each).config) for each in workdirs]
+    points = [grid.Point(each.name, {}, attnlab.load(each).config) for each in workdirs]
     with (workdirs[0] / "metrics.jsonl").open("a") as file:
         file.write('{"split": "diverged", "step": 12}\n')
     measured = {"window": {"accuracies_by_length": {"32": [0.7]}, "answers_by_length": {"32": 64}}}
-    arguments = protocol.Protocol((), (), (), (), "accuracy"), folder, {"window": points}, measured
+    arguments = protocol.Protocol(points[0].config, (), (), (), "accuracy"), folder, {"window": points}, measured
     results, step = replication.results(replication.Published("", {}, 0.01, "", length=2), *arguments)
     assert results == {"window": [0.5, 0.7]} and step == 1 / 64
     measured["window"] = {"accuracies_by_length": {}}  # as with learned positions

@@ -14,7 +14,8 @@ import attnlab
 from attnlab import compare, comparing, sample, train
 from attnlab.masks import SlidingWindow
 from attnlab.nn import custom
-from attnlab.score_mods import SoftCap
+from attnlab.nn.config import KINDS
+from attnlab.score_mods import ScoreFn, SoftCap
 from attnlab.see.__main__ import main as see
 from attnlab.support.errors import UserError
 from tests.nn.user_parts import SOURCE, Doubling, forget
@@ -42,7 +43,7 @@ def test_config_remembers_the_file_and_the_recommended_command_works(trained):
     forget()
     assert sample.main(["sample", *command, "--max_tokens=3", "--temperature=0"]) == 0
     saved = json.loads((folder / "config.json").read_text())
-    assert saved["format"] == 1 and saved["model"]["Average"]["decay"] == 0.5
+    assert saved["format"] == 2 and saved["model"]["layers"][0]["decay"] == 0.5
     assert saved["code"]["Average"]["file"] == str(file) and "class Average" in (folder / "source/mine.py").read_text()
 
 
@@ -53,10 +54,10 @@ def test_folder_that_names_code_runs_none_unless_it_is_imported_again(trained, t
     words = ["command", f"--workdir={tmp_path}/downloaded"]
     assert main(words) == 2
     line = f"{tmp_path}/downloaded uses custom code, 'Average': pass --import={file}, or the run's copy, to run it"
-    assert capsys.readouterr().err == f"error: {line}\n" and not custom.files()
+    assert capsys.readouterr().err == f"error: {line}\n" and not any(map(custom.is_custom, KINDS))
     (tmp_path / "other.py").write_text("raise RuntimeError('it ran')")
     assert main([*words, f"--import={tmp_path}/other.py"]) == 2
-    assert "other.py failed (RuntimeError: it ran)" in capsys.readouterr().err and not custom.files()
+    assert "other.py failed (RuntimeError: it ran)" in capsys.readouterr().err and not any(map(custom.is_custom, KINDS))
     forget()
     copy = tmp_path / "downloaded/source/mine.py"
     assert main([*words, f"--import={copy}", *(["--config.steps=3"] if main is train.main else [])]) == 0
@@ -93,12 +94,15 @@ def test_train_takes_layers_mask_and_score_mod(tmp_path, capsys):
     passed = {"mask": SlidingWindow(left=3), "score_mod": lambda score, b, h, i, j: score - 0.1 * (i - j)}
     run = train.train(config, tmp_path / "parts", **passed)
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f'load it in Python with: attnlab.load("{tmp_path}/parts", mask=…, score_mod=…)'
+    assert last == f'load it in this process with: attnlab.load("{tmp_path}/parts")'
     (layer,) = run.load().model.config.layers
-    assert (layer.mask, layer.score_mod) == tuple(passed.values())
-    with pytest.raises(UserError, match=r"with mask = SlidingWindow\(left=3, right=0\), and mask= gives None"):
-        attnlab.load(tmp_path / "parts")
-    with pytest.raises(UserError, match=r"of mask = SlidingWindow\(left=4, right=0\) \(then SlidingWindow\(left=3"):
+    assert (layer.mask, layer.score_mod) == (passed["mask"], (ScoreFn(passed["score_mod"]),))
+    assert attnlab.load(tmp_path / "parts", score_mod=passed["score_mod"]).model.config.layers == (layer,)
+    with pytest.raises(UserError, match=r"^mask = SlidingWindow\(left=4, .*, but layers of attention have .*left=3, "):
+        attnlab.load(tmp_path / "parts", mask=SlidingWindow(left=4))
+    with pytest.raises(
+        UserError, match=r"another config .config.model.attention.mask = SlidingWindow\(left=4, .*left=3"
+    ):
         train.train(config, tmp_path / "parts", **passed | {"mask": SlidingWindow(left=4)})
     train.train(config, tmp_path / "layers", layers=Doubling)
     assert config.model.layers == "attention"
@@ -114,7 +118,7 @@ def test_function_is_another_one_after_an_edit_of_what_it_uses(tmp_path, monkeyp
     run = train.train(quick(steps=2, sample__length=0), tmp_path / "run", score_mod=steep)
     assert run.load().config.steps == 2
     monkeypatch.setitem(globals(), "FACTOR", 0.2)
-    with pytest.raises(UserError, match="of score_mod = steep .then steep. has changed since .*, its gradient, by"):
+    with pytest.raises(UserError, match="of 'steep' in .*test_custom_layers.py has changed since .*, its gradient, by"):
         contextvars.Context().run(run.load)  # as a call of its own: those of this module share their traces
 
 

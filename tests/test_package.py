@@ -46,6 +46,7 @@ FLOORS = (
     {"testing"},
     {"generation", "interop"},
     {"config", "compilation"},
+    {"experiments"},
     {"training", "commands"},
     {"loading", "runs"},
     {"sample", "export", "plots"},

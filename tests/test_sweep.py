@@ -17,6 +17,7 @@ import pytest
 
 import attnlab
 from attnlab import sweep, train
+from attnlab.config import RunConfig
 from attnlab.sweeping import grid, training_runs
 from tests.runs import CONFIG, REPOSITORY, WITHOUT_DROPOUT, contents, records, workers_here
 
@@ -83,10 +84,8 @@ def test_dry_run_lists_the_commands_and_writes_nothing(tmp_path, capsys):
     assert swept(tmp_path / "sweep", *options, "--dry_run") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and all(line.startswith(f"attnlab train {CONFIG} --config.steps=12") for line in lines)
-    assert lines[1].endswith(
-        "--config.optimizer.learning_rate=1e-3 --config.data.name=python_docs "
-        f"--workdir={tmp_path}/sweep/learning_rate=0.001,name=python_docs"
-    )
+    assert "--config.optimizer.learning_rate=0.001 " in lines[0] and "--config.data.name=quijote" in lines[0]
+    assert lines[1].endswith(f"--workdir={tmp_path}/sweep/learning_rate=0.001,name=python_docs")
     assert not (tmp_path / "sweep").exists()
 
 
@@ -104,7 +103,7 @@ def test_dry_run_lists_the_commands_and_writes_nothing(tmp_path, capsys):
     ],
 )
 def test_grid_has_the_values_of_its_axes(given, values):
-    assert [tuple(point.values.values()) for point in grid.points(given, [CONFIG])] == values
+    assert [tuple(point.values.values()) for point in grid.points(given, RunConfig())] == values
 
 
 # --- groups
@@ -112,7 +111,7 @@ def test_grid_has_the_values_of_its_axes(given, values):
 
 def grouped(*given):
     """The table of groups of a grid: the loss is the seed, and runs with weight_decay=9 fail, but for seed 1."""
-    points = grid.points(given, [CONFIG])
+    points = grid.points(given, RunConfig())
     rows = []
     for point in points:
         failed = point.config.optimizer.weight_decay == 9 and point.config.seed != 1

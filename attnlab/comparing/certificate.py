@@ -35,14 +35,18 @@ def of_model(model: GPT) -> dict:
     Returns:
       conforms: whether all are right; None where none has a specification.
       worst: the largest error in units of its bound; None likewise.
-      features: those that were checked, by kind of layer.
+      features: those that were checked, by kind of layer, of a second one of a kind with its number.
       wrong: what is not right, each a sentence.
     """
-    features = {layer.kind: features_of(model, layer) for layer in model.config.used}
-    rows = {layer.kind: _rows(layer, used) for layer in model.config.used if (used := features[layer.kind])}
+    layers = {}
+    for layer in model.config.used:  # of which several may be of one kind
+        number = sum(other.kind == layer.kind for other in layers.values())
+        layers[f"{layer.kind} {number + 1}" if number else layer.kind] = layer
+    features = {name: features_of(model, layer) for name, layer in layers.items()}
+    rows = {name: _rows(layer, features[name]) for name, layer in layers.items() if features[name]}
     wrong = [
-        f"{kind}: {row.feature}: {row.why}"
-        for kind, found in rows.items()
+        f"{name}: {row.feature}: {row.why}"
+        for name, found in rows.items()
         for row in found
         if row.outcome not in ("right", "slow")
     ]
@@ -63,8 +67,8 @@ def _rows(layer: LayerConfig, features: tuple[str, ...]) -> tuple[Row, ...]:
 
 
 def features_of(model: GPT, config: LayerConfig) -> tuple[str, ...]:
-    """The features that a layer of a model uses; none where it has no specification, as a custom layer."""
-    if is_custom(config.kind):
+    """The features that a layer of a model uses; none where it has no specification, as with code of a user."""
+    if is_custom(config.kind) or getattr(config, "score_mod", None) is not None:
         return ()
     layer, is_half = config.make(model.config), jnp.dtype(model.dtype) == jnp.bfloat16
     if layer.operator != "attention":
@@ -72,6 +76,7 @@ def features_of(model: GPT, config: LayerConfig) -> tuple[str, ...]:
         return (*features, "bfloat16") if is_half and features else features
     uses: Mapping[str, bool] = {
         "window" if config.window is not None else "causal": True,
+        "mask": config.mask is not None,
         "causal grouped heads": isinstance(layer, MultiHeadAttention) and layer.kv_heads != layer.num_heads,
         "ALiBi": model.config.position_encoding == "alibi",
         "causal soft cap": config.soft_cap is not None,

@@ -6,14 +6,14 @@ import math
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from attnlab import commands, train
+from attnlab import commands, experiments, train
 from attnlab import config as configs
 from attnlab.comparing import measuring, page, replication, report, table
 from attnlab.comparing import protocol as protocols
@@ -22,10 +22,10 @@ from attnlab.comparing.protocol import FACTORS, Protocol
 from attnlab.comparing.race import Race
 from attnlab.comparing.replication import Published
 from attnlab.comparing.report import Part
-from attnlab.comparing.variants import config_of
 from attnlab.config import RunConfig
 from attnlab.data.tasks import named
 from attnlab.nn import custom, versions
+from attnlab.nn.layer import LayerConfig
 from attnlab.support import tables, workers
 from attnlab.support.errors import UserError
 from attnlab.support.files import read_json
@@ -37,15 +37,15 @@ from attnlab.training.experiment import shared_programs
 
 MARKER = "comparison.json"
 # Where the config does not say otherwise: samples would be compiled for each variant.
-DEFAULTS = ("--config.sample.length=0", "--config.log.tensorboard=False")
-# Fields of `config`, which other options change.
+DEFAULTS = {"sample.length": 0, "log.tensorboard": False}
+# Fields of the config, which the caller's own come before.
 TASKS = {
     "text": {},
-    "recall": {"data.name": "task:recall pairs=4 rewrites=8 symbols=16", "model.context": "28"},
-    "parity": {"data.name": "task:parity", "model.context": "40"},
-    "modular": {"data.name": "task:modular", "model.context": "40"},
-    "copy": {"data.name": "task:copy symbols=8 kinds=8", "model.context": "48"},
-    "induction": {"data.name": "task:induction triggers=8 kinds=16", "model.context": "48"},
+    "recall": {"data.name": "task:recall pairs=4 rewrites=8 symbols=16", "model.context": 28},
+    "parity": {"data.name": "task:parity", "model.context": 40},
+    "modular": {"data.name": "task:modular", "model.context": 40},
+    "copy": {"data.name": "task:copy symbols=8 kinds=8", "model.context": 48},
+    "induction": {"data.name": "task:induction triggers=8 kinds=16", "model.context": 48},
 }
 
 
@@ -136,6 +136,7 @@ def compare(
     match: str | None = None,
     match_length: int | None = None,
     together: int | str = "auto",
+    jobs: int = 0,
     check: bool = True,
 ) -> Comparison:
     """Train variants of a model side by side, each at its best learning rate, and say which are better than the first.
@@ -143,11 +144,12 @@ def compare(
     Each run has a folder of its own in `workdir`; the same call goes on where it was stopped, and keeps what is there.
 
     Args:
-      config: the name of an experiment, "quickstart"; a modified `attnlab.config.default()`; or a list of words of
-        a command line.
+      config: the name of an experiment, "quickstart"; a `RunConfig`, or a modified `attnlab.config.default()`; or a
+        list of words of a command line.
       variants: by name, what makes each: fields of the config, `{"model.positions": "alibi"}` or as a text
-        "model.positions=alibi"; or all layers: the config of a layer, a class of layers, a mask, a score mod, or a
-        function of scores, see docs/guide/own.md. The others are compared with the first.
+        "model.positions=alibi"; all layers: the config of a layer, a class of layers, a mask, a score mod, or a
+        function of scores, see docs/guide/own.md; or a function from a `RunConfig` to another. The others are compared
+        with the first.
       workdir: gets the runs, a table and the page.
       seeds: fresh seeds of each variant, 2 or more.
       tuning_seeds: on which the learning rate is chosen, not used again.
@@ -156,6 +158,7 @@ def compare(
       match: "parameters", "flops" or "state": the size that all have in common, by a change of width.
       match_length: of the text whose state is matched; None for the context.
       together: how many runs of one program are trained as one; "auto": all on a GPU, one on CPUs.
+      jobs: processes at a time; 0 trains in this one, which values that live in it alone need.
       check: custom layers, by `attnlab.testing.check_layer`, before any run.
 
     Raises:
@@ -169,7 +172,7 @@ def compare(
     >>> kinds = {"softmax": {}, "near": SlidingWindow(left=4)}
     >>> options = {"workdir": tempfile.mkdtemp(), "seeds": 2, "learning_rates": [1e-2]}
     >>> found = compare(small, kinds, **options)  # doctest: +ELLIPSIS
-    own_near: causal, ...
+    near: causal, ...
     >>> [(row["variant"], row["seeds"]) for row in found.rows], isinstance(found.verdict("near"), str)
     ([('softmax', 2), ('near', 2)], True)
     """
@@ -177,8 +180,10 @@ def compare(
         raise UserError(f"check = {check!r}: expected True or False")
     arguments = {"seeds": seeds, "tuning_seeds": tuning_seeds, "learning_rates": learning_rates, "tasks": tasks}
     arguments |= {"match": match or "none", "match_length": match_length}
-    found = parts(_options(config), variants, Path(workdir), **arguments)
-    options = {"jobs": 0, "together": training_runs.checked(str(together)), "command": "attnlab.comparing.compare"}
+    if not isinstance(jobs, int) or jobs < 0:
+        raise UserError(f"jobs = {jobs!r}: expected a number of processes, or 0 for this one")
+    found = parts(*_given(config), variants, Path(workdir), **arguments)
+    options = {"jobs": jobs, "together": training_runs.checked(str(together)), "command": "attnlab.comparing.compare"}
     return run(found, Path(workdir), check=check, **options)
 
 
@@ -188,8 +193,9 @@ def run(parts: Sequence[Part], folder: Path, *, check: bool, together: str, jobs
     With `check` the custom layers are checked before.
     """
     first = parts[0]
-    content = {"variants": {variant.name: variant.options for variant in first.variants}}
-    content |= {"options": first.protocol.options, "tasks": [part.name for part in parts if part.name]}
+    base = first.protocol.config
+    content = {"variants": {variant.name: configs.words(variant.config(base), base) for variant in first.variants}}
+    content |= {"options": configs.words(base, RunConfig()), "tasks": [part.name for part in parts if part.name]}
     total = sum(len(_tuning(part)) + len(part.variants) * len(part.protocol.seeds) for part in parts)
     try:
         with training_runs.claimed(folder, MARKER, content) as lock:
@@ -206,19 +212,19 @@ def run(parts: Sequence[Part], folder: Path, *, check: bool, together: str, jobs
         raise KeyboardInterrupt(*stopped.args) from None
 
 
-def _options(config) -> list[str]:
-    """The words of a command line that make a config."""
+def _given(config) -> tuple[RunConfig, set[str]]:
+    """The config of an argument of `compare`, and the fields of it that the caller chose, which no task changes."""
     if isinstance(config, str):
-        return [f"--config={config}"]
+        return experiments.load(config), set()
     if not isinstance(config, ConfigDict | RunConfig):
-        return list(config)
-    values, declared = configs.completed(config).fields, configs.declared()
-    changed = {field: value for field, value in values.items() if value != declared[field].default}
-    return ["--config=quickstart", *(f"--config.{field}={value}" for field, value in changed.items())]
+        return commands.from_words(list(config))
+    config, usual = configs.completed(config), RunConfig().fields
+    return config, {name for name, value in config.fields.items() if name in usual and value != usual[name]}
 
 
 def parts(
-    options: Sequence[str],
+    config: RunConfig,
+    chosen: Set[str],
     variants: Mapping[str, Any],
     folder: Path,
     *,
@@ -231,13 +237,14 @@ def parts(
     known_tasks: Mapping[str, Mapping] = {},
     published: Mapping[str, Published] = {},
 ) -> list[Part]:
-    """The parts of a comparison, checked before anything starts; arguments as of `compare`."""
-    named_variants, config = variants_.of_values(variants), config_of(options)
+    """The parts of a comparison, checked before anything starts; arguments as of `compare`, `chosen` fields stay."""
+    named_variants = variants_.of_values(variants)
+    config.check_effects()
     if seeds < 2 or tuning_seeds < 1:
         raise UserError(f"seeds = {seeds}, tuning_seeds = {tuning_seeds}: expected 2 or more, and 1 or more")
     if isinstance(tasks, str):
         raise UserError(f"tasks = {tasks!r}: expected a list of names")
-    if tasks and _sets(options, "--config.data.name="):
+    if tasks and "data.name" in chosen:
         raise UserError("--tasks choose config.data.name: name one of the two")
     if config.checkpoint.dir:
         raise UserError(f"config.checkpoint.dir = {config.checkpoint.dir}: runs cannot share it: remove it")
@@ -245,7 +252,7 @@ def parts(
         raise UserError(f"match = {match!r}: expected one of {', '.join(variants_.SIZES)}, or None")
     if match_length is not None and match != "state":
         raise UserError(f"--match_length={match_length} is of --match=state: leave it out")
-    options = [*options, *(one for one in DEFAULTS if not _sets(options, one))]
+    config = config.changed({name: value for name, value in DEFAULTS.items() if name not in chosen})
     rates = [float(rate) for rate in learning_rates] or [
         float(f"{factor * config.optimizer.learning_rate:.2g}") for factor in FACTORS
     ]
@@ -254,14 +261,14 @@ def parts(
     fresh = config.seed + tuning_seeds
     seeds_of = {"tuning_seeds": tuple(range(config.seed, fresh)), "seeds": tuple(range(fresh, fresh + seeds))}
     found = []
-    for name, more in _tasks(tasks or list(published), known_tasks, options).items():
-        is_task = named.parse(config_of([*options, *more]).data.name)
-        measure = "accuracy" if is_task else "loss"
-        protocol = Protocol((*options, *more), tuple(sorted(rates)), **seeds_of, measure=measure)
+    for name, fields in _tasks(tasks or list(published), known_tasks).items():
+        own = config.changed({field: value for field, value in fields.items() if field not in chosen})
+        measure = "accuracy" if named.parse(own.data.name) else "loss"
+        protocol = Protocol(own, tuple(sorted(rates)), **seeds_of, measure=measure)
         where = folder / grid.folder_name(name) if name else folder
         part = Part(name, where, protocol, named_variants, match, published.get(name))
         if match != "none":
-            matched = variants_.matched(named_variants, protocol.options, vocab_size(part), match, match_length)
+            matched = variants_.matched(named_variants, own, vocab_size(part), match, match_length)
             part = part._replace(variants=matched)
         for variant in part.variants:
             protocol.final(variant, protocol.rates[0])  # raises the errors of its config
@@ -269,8 +276,8 @@ def parts(
     return found
 
 
-def _tasks(tasks, known: Mapping, options: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The options of each task by name, but for fields that others set; {"": ()} for the config's text alone."""
+def _tasks(tasks, known: Mapping) -> dict[str, dict[str, Any]]:
+    """The fields of each task by name; {"": {}} for the config's text alone."""
     known, found = TASKS | dict(known) | (dict(tasks) if isinstance(tasks, Mapping) else {}), {}
     if len(set(tasks)) < len(tasks):
         raise UserError(f"--tasks names {max(tasks, key=tasks.count)} twice: name each once")
@@ -278,13 +285,11 @@ def _tasks(tasks, known: Mapping, options: Sequence[str]) -> dict[str, tuple[str
         fields = {"data.name": name} if name.startswith(named.PREFIX) else known.get(name)
         if fields is None:
             raise UserError(f"--tasks={name}{nearest(name, known)}: expected some of {', '.join(known)}")
-        found[name] = tuple(one for one in variants_.options_of(name, fields) if not _sets(options, one))
-    return found or {"": ()}
-
-
-def _sets(options: Sequence[str], one: str) -> bool:
-    """Whether some options set the field of another."""
-    return any(word.startswith(one.partition("=")[0] + "=") for word in options)
+        try:
+            found[name] = variants_.fields_of(fields)
+        except UserError as error:
+            raise UserError(f"task {name!r}: {error}") from error
+    return found or {"": {}}
 
 
 def vocab_size(part: Part) -> int:
@@ -295,15 +300,24 @@ def vocab_size(part: Part) -> int:
 
 
 def check_layers(parts: Sequence[Part]) -> None:
-    """Raise UserError for the first failed check of a custom layer."""
-    found = {}
-    for config in (part.config_of(each) for part in parts for each in part.variants):
-        model = config.changed({"precision": "float32", "model.dropout": 0.0}).model
-        found |= {layer.kind: (layer, model) for layer in model.used if custom.is_custom(layer.kind)}
-    for kind, (layer, model) in found.items():
+    """Raise UserError for the first failed check of a layer with code, a mask or a score mod of the user."""
+    found = []
+    for part in parts:
+        for variant in part.variants:
+            model = part.config_of(variant).changed({"precision": "float32", "model.dropout": 0.0}).model
+            for layer in (layer for layer in model.used if layer not in [each for _, each, _ in found]):
+                if custom.is_custom(layer.kind) or _has_parts(layer):
+                    found.append((variant.name, layer, model))
+    for name, layer, model in found:
+        called = layer.kind if custom.is_custom(layer.kind) else name
         if faults := check_layer(layer.make(model), model.width):
-            raise UserError(f"{kind}: {faults[0]}: fix it, or skip this check with --check=off, in Python check=False")
-        print(f"{kind}: causal, the same in pieces, padded and stacked, and packed if it may be")
+            remedy = "fix it, or skip this check with --check=off, in Python check=False"
+            raise UserError(f"{called}: {faults[0]}: {remedy}")
+        print(f"{called}: causal, the same in pieces, padded and stacked, and packed if it may be")
+
+
+def _has_parts(layer: LayerConfig) -> bool:
+    return any(getattr(layer, part, None) is not None for part in ("mask", "score_mod"))
 
 
 def _tuning(part: Part) -> list:
@@ -321,7 +335,8 @@ def _compare(part: Part, runner: training_runs.Runner) -> _Found:
     final = {variant.name: protocol.final(variant, rates[variant.name][0]) for variant in variants}
     failed |= _train([point for points in final.values() for point in points], folder, runner)
     finished = _finished(final, folder)
-    measured, raced = _measure(finished, folder, runner)
+    trained = [points[0].config for points in final.values()]
+    measured, raced = _measure(finished, folder, runner, trained)
     speeds = {name: raced.speeds[of[0].name] for name, of in finished.items()} if raced else {}
     rows = table.rows(protocol, variants, folder, rates, measured, speeds)
     found = report.section(part, rows, final, measured, raced)
@@ -363,9 +378,9 @@ def _finished(final, folder: Path) -> dict[str, list[Path]]:
 
 
 def _measure(
-    finished: Mapping[str, list[Path]], folder: Path, runner: training_runs.Runner
+    finished: Mapping[str, list[Path]], folder: Path, runner: training_runs.Runner, trained: Sequence[RunConfig]
 ) -> tuple[dict, Race | None]:
-    """The measurements of each variant, one after another, and then the race of all."""
+    """The measurements of each variant, one after another, and then the race of all; `trained` are their configs."""
     logs = folder / training_runs.LOGS
     files = {name: logs / f"{of[0].name}-{protocols.digest(of)}.json" for name, of in finished.items()}
     waiting = {
@@ -377,7 +392,8 @@ def _measure(
         waiting["race"] = ["--race", race, *first]
     waiting = {name: list(map(str, words)) for name, words in waiting.items()}
     if runner.jobs:
-        module = ["attnlab.comparing.__main__", *(f"--import={file}" for file in custom.files())]
+        code = custom.to_load([config.model for config in trained])
+        module = ["attnlab.comparing.__main__", *(f"--{how}={path}" for path, how in code)]
         words = {name: [*module, *arguments] for name, arguments in waiting.items()}
         ended = workers.run(words, 1, logs, runner.lock, lambda name: print(name, flush=True))
         errors = {each.name: each.error for each in ended}

@@ -1,6 +1,6 @@
 """Measure a variant's costs, and its losses beyond the context, on its finished runs; or race several variants.
 
-python -m attnlab.comparing [--import=FILE] [--race] OUT.json WORKDIR WORKDIR …
+python -m attnlab.comparing [--import=FILE] [--run=FILE] [--race] OUT.json WORKDIR WORKDIR …
 """
 
 import contextlib
@@ -41,8 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     out, *names = (word for word in words if not word.startswith("--"))
     workdirs = list(map(Path, names))
     try:
-        for file in commands.given(words, "import"):
-            custom.import_file(file)
+        custom.load([(file, how) for how in ("import", "run") for file in commands.given(words, how)])
         found = race(workdirs)._asdict() if "--race" in words else measured(workdirs)
     except UserError as error:
         print(f"error: {commands.one_line(error)}", file=sys.stderr)

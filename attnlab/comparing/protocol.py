@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attnlab import train
-from attnlab.comparing.variants import Variant, config_of
+from attnlab.comparing.variants import Variant
 from attnlab.config import RunConfig
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
@@ -23,9 +23,9 @@ FACTORS = (1 / 9, 1 / 3, 1.0, 3.0)  # of the config's learning rate, where the u
 
 
 class Protocol(NamedTuple):
-    """The options, learning rates and seeds common to all variants."""
+    """The config, learning rates and seeds common to all variants."""
 
-    options: tuple[str, ...]  # of `attnlab train`
+    config: RunConfig
     rates: tuple[float, ...]  # learning rates, ascending
     tuning_seeds: tuple[int, ...]  # on which the rate is chosen
     seeds: tuple[int, ...]  # fresh seeds, whose results are compared
@@ -42,18 +42,15 @@ class Protocol(NamedTuple):
         return [self._point(variant, rate, seed, "second") for seed in self.seeds]
 
     def _point(self, variant: Variant, rate: float, seed: int, part: str) -> Point:
-        options = [*self.options, *variant.options]
-        options += [f"--config.optimizer.learning_rate={rate!r}", f"--config.seed={seed}", f"--config.eval.part={part}"]
-        config = config_of(options, variant.name)
+        config = variant.config(self.config)
+        changes = {"optimizer.learning_rate": rate, "seed": seed, "eval.part": part}
         if config.optimizer.name == "muon":  # whose two rates keep their ratio
-            before = config_of([*self.options, *variant.options], variant.name).optimizer
-            rate_of_matrices = before.muon_learning_rate * rate / before.learning_rate
-            options.append(f"--config.optimizer.muon_learning_rate={rate_of_matrices!r}")
-            config = config_of(options, variant.name)
-        values = {"variant": variant.name, "learning_rate": rate, "seed": seed}
+            scaled = config.optimizer.muon_learning_rate * rate
+            changes["optimizer.muon_learning_rate"] = scaled / config.optimizer.learning_rate
+        config, values = config.changed(changes), {"variant": variant.name, "learning_rate": rate, "seed": seed}
         code = passed.version(config)
         name = grid.name_of(values | ({"code": code} if code else {}))  # beside the runs of a file before it was edited
-        return Point(name, {"seed": seed, "learning_rate": rate}, options, config)
+        return Point(name, {"seed": seed, "learning_rate": rate}, config)
 
 
 def has_ended(point: Point, folder: Path) -> bool:

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnlab import config as configs
 from attnlab import loading
 from attnlab.comparing import protocol as protocols
 from attnlab.comparing import statistics
@@ -24,7 +23,7 @@ from attnlab.nn import GPT
 from attnlab.support import provenance, timing
 from attnlab.training import precision
 from attnlab.training import run as runs
-from attnlab.training.workdir import read_config
+from attnlab.training.workdir import read_run
 
 LONGER = (1, 8)  # contexts at which decoding is timed, over the training's
 SPEEDS = (
@@ -66,7 +65,7 @@ def race(workdirs: list[Path]) -> Race:
 
 def _training(workdir: Path) -> Callable[[], float]:
     """A function that trains a run on from its last state for about `BURST` seconds: its tokens per second."""
-    plan = runs.resolve(configs.from_json(read_config(workdir)), workdir, eval_only=True)
+    plan = runs.resolve(read_run(workdir)[1], workdir, eval_only=True)
     with runs.open(plan, eval_only=True) as run:
         experiment, text, state = run.experiment, run.text, jax.device_get(run.state)
     config, room = plan.config, experiment.steps_per_call

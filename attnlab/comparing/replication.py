@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attnlab import config as configs
+from attnlab import experiments
 from attnlab.comparing import page, table
 from attnlab.comparing.protocol import Protocol, diverged, resolution, result
-from attnlab.comparing.variants import fields_of_file
 from attnlab.config import RunConfig
 from attnlab.study.report import mean_and_margin
 from attnlab.support import paths
@@ -50,7 +50,7 @@ class Published(NamedTuple):
 def published(file: str, names: Sequence[str]) -> dict[str, Published]:
     """The dictionary PUBLISHED of a Python file or an experiment, by part; {} where it has none."""
     found, fields_known = {}, {*configs.declared(), "seeds", "learning_rates"}
-    for part, fields in fields_of_file(file, "PUBLISHED").items():
+    for part, fields in experiments.dictionary(file, "PUBLISHED").items():
         where = f"{file}: PUBLISHED[{part!r}]"
         try:
             found[part] = Published(**fields)

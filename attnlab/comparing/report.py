@@ -13,7 +13,7 @@ from attnlab.comparing.charts import Chart
 from attnlab.comparing.protocol import Protocol
 from attnlab.comparing.race import ROUNDS, Race
 from attnlab.comparing.replication import Published
-from attnlab.comparing.variants import Variant, config_of
+from attnlab.comparing.variants import Variant
 from attnlab.config import RunConfig
 from attnlab.study.report import mean_and_margin
 from attnlab.sweeping.grid import Point
@@ -30,7 +30,7 @@ class Part(NamedTuple):
     Attributes:
       name: of the task; "" for the config's text alone.
       folder: of its runs, and its table.
-      protocol: its options, learning rates and seeds.
+      protocol: its config, learning rates and seeds.
       variants: with widths that match, if sizes are matched.
       match: the size that is matched.
       published: the results of others, if there are some of this part.
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
     def config_of(self, variant: Variant) -> RunConfig:
         """A variant's config, with the config's seed and learning rate."""
-        return config_of([*self.protocol.options, *variant.options], variant.name)
+        return variant.config(self.protocol.config)
 
 
 def section(
@@ -123,13 +123,13 @@ def remarks(part: Part, rows: Sequence[Mapping]) -> list[str]:
 
 def _runs(part: Part, final: Mapping[str, list[Point]]) -> page.Table:
     """All runs: their results, and the fields of their configs that differ from the defaults."""
-    keys, declared = [], configs.declared()
+    keys, default = [], RunConfig()
     for name, points in final.items():
         for point in points:
             last = [r for r in metrics.read(part.folder / point.name / "metrics.jsonl") if r["split"] == "final"][-1:]
             result = last[0].get(part.protocol.measure) if last else None
-            fields = {k: x for k, x in point.config.fields.items() if x != declared[k].default}
-            config = " ".join(f"{k}={x}" for k, x in fields.items())
+            words = configs.words(point.config, default)
+            config = " ".join(word.removeprefix("--config.") for word in words)
             keys.append([name, point.values["seed"], point.values["learning_rate"], result, point.name, config])
     head = ["variant", "seed", "learning rate", part.protocol.measure, "folder", "config, where it differs"]
     texts = [

@@ -1,6 +1,7 @@
 """The description of a model: the kinds of its layers, and what all layers share; checked once, in its constructor."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ from attnlab.nn.remat import REMAT
 from attnlab.nn.rotations import Rotary
 from attnlab.nn.stick_breaking import StickBreakingConfig
 from attnlab.support.names import nearest
-from attnlab.support.options import FieldError, described, from_values, option, option_values, options, validate
+from attnlab.support.options import FieldError, changed, described, option, option_values, options, validate
 from attnlab.types import DType
 
 _ATTENTION = (AttentionConfig, LocalConfig, ForgetConfig, DifferentialConfig, LatentConfig)
@@ -40,6 +41,7 @@ _ALL = (*_ATTENTION, StickBreakingConfig, *_RECURRENT, *_DELTA, CausalConvConfig
 KINDS: dict[str, type[LayerConfig]] = {each.kind: each for each in _ALL}  # a user's kinds are added
 POSITIONS = ("auto", "learned", "sinusoidal", "rotary", "alibi", "none")
 _CAP = {"low": 1e-3, "high": 1e6}  # of logits
+_LAYER = r"layers\[(\d+)\]"  # the name of one layer of the period
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,23 +99,47 @@ class ModelConfig:
 
     @classmethod
     def of(cls, layers: str | LayerConfig | Sequence[LayerConfig] = "attention", **values) -> "ModelConfig":
-        """The config of values by name, as on a command line.
+        """The config of values by name.
 
         Args:
           layers: the kinds of one period of layers, as in "gated_delta*3 attention"; or their configs.
-          values: fields, and by its kind the options of a layer, `attention={"window": 64}`.
+          values: fields, and by their kind the options of layers, `attention={"window": 64}`; see `changed`.
 
         Raises:
           FieldError: values that cannot be, or that have no effect.
         """
-        if isinstance(layers, str):
-            words = words_of(layers)
-            groups = {kind: values.pop(kind) for kind in KINDS if kind in values}
-            by_kind = {kind: _layer(kind, groups.get(kind, {})) for kind in dict.fromkeys((*words, *groups))}
-            for kind, layer in by_kind.items():
-                _check_used(layer, kind in words, layers)
-            layers = tuple(by_kind[word] for word in words)
-        return from_values(cls, values | {"layers": (layers,) if isinstance(layers, LayerConfig) else tuple(layers)})
+        return cls().changed({"layers": layers} | values)
+
+    def changed(self, values: Mapping[str, Any]) -> "ModelConfig":
+        """The config with other values of some fields, all of which are checked together.
+
+        Args:
+          values: by name, fields; "layers", configs, or kinds, of which those that stay keep their options;
+            "attention.window" is of all layers of a kind, "layers[0].window" of one of the period; "attention" is a
+            mapping of options, or a config in their place.
+
+        Raises:
+          FieldError: values that cannot be, or that have no effect.
+
+        >>> config = ModelConfig.of("attention*2").changed({"layers[0].window": 16, "width": 64})
+        >>> [layer.window for layer in config.layers], config.width
+        ([16, None], 64)
+        """
+        own, changes = {}, {}
+        layers = _layers(values["layers"], self.layers) if "layers" in values else self.layers
+        for name, value in values.items():
+            first, _, rest = name.partition(".")
+            if first not in KINDS and not re.fullmatch(_LAYER, first):
+                own[name] = value
+            elif isinstance(value, LayerConfig):
+                layers = _with(layers, first, value)
+            elif rest or isinstance(value, Mapping):
+                changes[first] = {**changes.get(first, {}), **({rest: value} if rest else value)}
+            else:
+                raise FieldError(name, value, "expected a mapping of options, or the config of a layer")
+        for name, change in changes.items():
+            layers = _with(layers, name, change)
+        return changed(self, own | {"layers": layers})
 
     def __post_init__(self):
         validate(self)
@@ -133,8 +159,16 @@ class ModelConfig:
 
     @property
     def used(self) -> tuple[LayerConfig, ...]:
-        """The configs of the model's layers, each object once."""
-        return tuple({id(layer): layer for layer in self.layers[: self.num_layers]}.values())
+        """The different configs of the model's layers."""
+        found = []
+        for layer in self.layers[: self.num_layers]:
+            found += [layer] * (layer not in found)
+        return tuple(found)
+
+    @property
+    def kinds(self) -> str:
+        """The kinds of one period of layers, as in "gated_delta*3 attention"."""
+        return _kinds(self.layers)
 
     @property
     def position_encoding(self) -> str:
@@ -197,22 +231,50 @@ def words_of(layers: str) -> list[str]:
     return words
 
 
-def _layer(kind: str, values: Mapping[str, Any] | LayerConfig) -> LayerConfig:
-    if isinstance(values, LayerConfig):
-        return values
+def _kinds(layers: Sequence[LayerConfig]) -> str:
+    runs = [(kind, len(list(run))) for kind, run in itertools.groupby(layer.kind for layer in layers)]
+    return " ".join(kind if count == 1 else f"{kind}*{count}" for kind, count in runs)
+
+
+def _layers(layers: str | LayerConfig | Sequence[LayerConfig], now: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
+    """The configs of layers; of kinds that are there now with the options that they have."""
+    if not isinstance(layers, str):
+        return (layers,) if isinstance(layers, LayerConfig) else tuple(layers)
+    if (words := words_of(layers)) == [layer.kind for layer in now]:
+        return tuple(now)
+    found = {}
+    for layer in now:
+        if layer.kind in words and found.setdefault(layer.kind, layer) != layer:
+            expected = f"which options of {layer.kind} stay? its layers have different ones: expected configs of layers"
+            raise FieldError("layers", layers, expected)
+    return tuple(found.get(word) or KINDS[word]() for word in words)
+
+
+def _with(layers: Sequence[LayerConfig], name: str, change: Mapping[str, Any] | LayerConfig) -> tuple[LayerConfig, ...]:
+    """The layers after a change, options by dotted name or a config, of all of a kind or of "layers[0]"."""
+    index = re.fullmatch(_LAYER, name)
+    chosen = [n for n, layer in enumerate(layers) if (n == int(index[1]) if index else layer.kind == name)]
+    if index and not chosen:
+        raise FieldError(name, change, f"expected layers[0] to layers[{len(layers) - 1}]")
     try:
-        return from_values(KINDS[kind], values)
+        if not chosen:
+            _check_default(_replaced(KINDS[name](), change), _kinds(layers))
+        new = {n: _replaced(layers[n], change) for n in chosen}
     except FieldError as error:
-        raise (error if error.field.startswith(f"{kind}.") else error.within(kind)) from None
+        raise error.within(name) from None
+    return tuple(new.get(n, layer) for n, layer in enumerate(layers))
 
 
-def _check_used(layer: LayerConfig, is_used: bool, layers: str) -> None:
+def _replaced(layer: LayerConfig, change: Mapping[str, Any] | LayerConfig) -> LayerConfig:
+    return change if isinstance(change, LayerConfig) else changed(layer, change)
+
+
+def _check_default(layer: LayerConfig, layers: str) -> None:
     """Raise FieldError for an option of a kind that no layer is of."""
     default = option_values(type(layer)())
     for name, value in option_values(layer).items():
-        if not is_used and value != default[name]:
-            expected = f"expected {default[name]!r}, as layers = {layers!r} has no {layer.kind}"
-            raise FieldError(f"{layer.kind}.{name}", value, expected)
+        if value != default[name]:
+            raise FieldError(name, value, f"expected {default[name]!r}, as layers = {layers!r} has no {layer.kind}")
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -17,9 +17,10 @@ from typing import Any, ClassVar, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int
 
-from attnlab.nn import copies
+from attnlab.nn import copies, records
 from attnlab.nn.config import KINDS, ModelConfig
 from attnlab.nn.layer import Context, Layer, LayerConfig, LayerOut
 from attnlab.nn.mixers.interface import RecurrentConfig, RecurrentMixer
@@ -38,6 +39,7 @@ class Source(NamedTuple):
 
 
 _BUILT_IN = frozenset(KINDS.values())
+_RUN = "attnlab_custom_"  # modules of files that were run, and the sha256 of their text
 _SOURCES: dict[str, tuple[Any, str, Path, str]] = {}  # by kind: a value, and its name in the text of a path
 
 
@@ -116,7 +118,7 @@ def register(value: type[nn.Module] | type[LayerConfig] | ScoreMod | Mask | Call
 def import_file(file: str | Path) -> list[str]:
     """Run a file, and return the kinds that it defines; UserError for a file that fails or has none."""
     path = Path(file).expanduser().absolute()
-    module, text = _run(path), copies.text_of(path)
+    module, text = run(path), copies.text_of(path)
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     own = {n: x for n, x in public.items() if not _is_code(x) or x.__module__ == module.__name__}
     parts = {name: value for name, value in own.items() if _is_part(value)}
@@ -145,9 +147,27 @@ def check_used(files: Sequence[str], layers: Sequence[LayerConfig]) -> None:
             raise UserError(f"--import={file}: no layer is from it, as they are {kinds}: set config.model.layers")
 
 
-def files() -> list[Path]:
-    """The files of all custom kinds."""
-    return list(dict.fromkeys(path for _, _, path, text in _SOURCES.values() if text))
+def to_load(models: Sequence[ModelConfig]) -> list[tuple[str, str]]:
+    """How another process gets the user's code of some models, for `load`: files to "run", or to "import" for kinds.
+
+    Raises:
+      UserError: code that lives in this process alone.
+    """
+    run_, found = [module for name, module in list(sys.modules.items()) if name.startswith(_RUN)], {}
+    for name, path in {each: None for model in models for each in code(model).items()}:
+        if str(path) not in {module.__file__ for module in run_}:
+            raise UserError(
+                f"{name} lives in this process alone, and jobs are processes of their own: put it into a file, and run "
+                "that by --import=FILE, in Python attnlab.nn.custom.import_file(FILE); or leave jobs out"
+            )
+        found[str(path)] = "import" if name in _SOURCES else found.get(str(path), "run")
+    return list(found.items())
+
+
+def load(code: Sequence[tuple[str, str]]) -> None:
+    """Run the files of `to_load`; those with kinds add them."""
+    for path, how in code:
+        import_file(path) if how == "import" else run(Path(path))
 
 
 def sources(layers: Sequence[LayerConfig]) -> dict[str, Source]:
@@ -159,9 +179,35 @@ def sources(layers: Sequence[LayerConfig]) -> dict[str, Source]:
     }
 
 
-def kinds(model: ModelConfig) -> dict[str, Path]:
-    """The custom kinds among a model's layers, and their files."""
-    return {layer.kind: _SOURCES[layer.kind][2] for layer in model.used if layer.kind in _SOURCES}
+def code(model: ModelConfig) -> dict[str, Path]:
+    """A user's code among a model's layers, and its file: custom kinds, and functions and classes of their parts."""
+    found = {layer.kind: _SOURCES[layer.kind][2] for layer in model.used if layer.kind in _SOURCES}
+    parts = (part for layer in model.used for part in records.code_of(layer))
+    return found | {part.__qualname__: Path(records.named(part)["file"]) for part in parts}
+
+
+def layers_of(value) -> str | LayerConfig | Sequence[LayerConfig]:
+    """Words or configs of layers, for all that makes some: a class, which becomes a kind; a mask, a score mod or a
+    function of scores, with which softmax attention is computed. UserError for anything else."""
+    if isinstance(value, str | LayerConfig):
+        return value
+    if isinstance(value, list | tuple) and all(isinstance(each, LayerConfig) for each in value):
+        return tuple(value)
+    if isinstance(value, Mask | jax.Array | np.ndarray):
+        return AttentionConfig(mask=value)
+    mods = value if isinstance(value, tuple) else (value,)
+    if all(_is_part(each) and not isinstance(each, type) for each in mods):
+        return AttentionConfig(score_mod=value)
+    if not isinstance(value, type):
+        raise UserError(f"layers = {value!r}: expected kinds or configs of layers, a class, a mask or a score mod")
+    return KINDS[register(value)]()
+
+
+def add(layers: Sequence[LayerConfig]) -> None:
+    """Make the classes of configs kinds, where they are none yet."""
+    for layer in layers:
+        if KINDS.get(layer.kind) is not type(layer):
+            register(type(layer))
 
 
 def check_imported(code: Mapping[str, Mapping[str, str]], where) -> None:
@@ -239,9 +285,9 @@ def _without_default(module: type[nn.Module]) -> list[str]:
     return [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
 
 
-def _run(path: Path):
-    """The module of a file that is run, once."""
-    name = f"attnlab_custom_{hashlib.sha256(copies.text_of(path).encode()).hexdigest()}"
+def run(path: Path):
+    """The module of a file that is run, once; UserError where it fails."""
+    name = f"{_RUN}{hashlib.sha256(copies.text_of(path).encode()).hexdigest()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)

@@ -287,6 +287,8 @@ class SoftmaxConfig(LayerConfig):
     def __post_init__(self):
         if isinstance(self.mask, jax.Array | np.ndarray):
             object.__setattr__(self, "mask", Dense(self.mask))
+        if self.score_mod is not None and "score_mod" in vars(self):
+            object.__setattr__(self, "score_mod", as_tuple(self.score_mod))
         super().__post_init__()
 
     def shared(self, model):

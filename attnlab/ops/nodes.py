@@ -82,7 +82,7 @@ def _equal(a, b) -> bool:
     if a is b:
         return True
     traced = isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer)
-    return not traced and _contents(a) == _contents(b)
+    return not traced and bool(_contents(a) == _contents(b))
 
 
 def _contents(leaf):

@@ -150,13 +150,14 @@ def attention_of(
     A layer without attention has its kind in place of a backend.
     """
     config, answers = model.config, {}
-    modules = {layer.kind: layer.make(config) for layer in config.used if layer.module.operator == "attention"}
-    operands = {kind: layer.operands(batch, config.context, config.width) for kind, layer in modules.items()}
+    used = config.used
+    modules = {n: layer.make(config) for n, layer in enumerate(used) if layer.module.operator == "attention"}
+    operands = {n: module.operands(batch, config.context, config.width) for n, module in modules.items()}
 
     def ask(operands, keys):
-        for kind, layer in modules.items():
-            dropped = {"dropout_rate": layer.dropout_rate, "dropout_key": keys} if layer.dropout_rate else {}
-            answers[kind] = backend_of(layer, topology.platform, *operands[kind], **dropped)
+        for n, module in modules.items():
+            dropped = {"dropout_rate": module.dropout_rate, "dropout_key": keys} if module.dropout_rate else {}
+            answers[n] = backend_of(module, topology.platform, *operands[n], **dropped)
 
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
     with contextlib.ExitStack() as splits:
@@ -164,12 +165,12 @@ def attention_of(
             splits.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
             splits.enter_context(context_parallel(parallel_lib.CONTEXT))
         jax.eval_shape(ask, operands, keys)
-    backends = {name: f"{answer.backend} {answer.split}".strip() for name, answer in answers.items()}
-    layers = [config.layer(number).kind for number in range(config.num_layers)]
+    backends = {n: f"{answer.backend} {answer.split}".strip() for n, answer in answers.items()}
+    layers = [config.layer(number) for number in range(config.num_layers)]
     rejected = {name: why for answer in answers.values() for name, why in answer.rejected.items()}
     for answer in answers.values():
         rejected.pop(answer.backend, None)
-    return {f"block_{n}": backends.get(kind, kind) for n, kind in enumerate(layers)}, rejected
+    return {f"block_{n}": backends.get(used.index(x), x.kind) for n, x in enumerate(layers)}, rejected
 
 
 def _as_mesh(config: RunConfig, topology: Topology) -> tuple[RunConfig, list[str]]:

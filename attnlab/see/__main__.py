@@ -125,7 +125,7 @@ def _tell_of_mixers(model: GPT) -> None:
     mixers = {layer.kind: layer.module for layer in model.config.used if issubclass(layer.module, CausalMixer)}
     read = [name for name, layer in mixers.items() if issubclass(layer, RecurrentMixer)]
     without = [name for name in mixers if name not in read]
-    if len(without) == len(model.config.used):
+    if {*without} == {layer.kind for layer in model.config.used}:
         raise UserError(f"layers of {', '.join(without)} have no pattern and no heads: there is nothing to see")
     if without:
         print(f"layers of {', '.join(without)} have no pattern: the page is without them")

@@ -94,7 +94,8 @@ def option(doc: str, default=_REQUIRED, *, low=None, high=None, choices=(), need
     return dataclasses.field(default=default, metadata={"option": declared})
 
 
-def options(declaring: type) -> dict[str, Option]:
+@functools.cache
+def options(declaring: type) -> Mapping[str, Option]:
     """The options of a dataclass by name; by dotted name where a field's type declares some itself."""
     found = {}
     for field in dataclasses.fields(declaring):
@@ -103,7 +104,7 @@ def options(declaring: type) -> dict[str, Option]:
             found[field.name] = field.metadata["option"]._replace(types=accepted, default=field.default)
         elif _is_group(field):
             found |= {f"{field.name}.{name}": each for name, each in options(field.type).items()}
-    return found
+    return types.MappingProxyType(found)
 
 
 def check_values(declared: Mapping[str, Option], values: Mapping[str, Any]) -> None:
@@ -144,21 +145,33 @@ def _is_group(field: dataclasses.Field) -> bool:
     return "option" not in field.metadata and isinstance(field.type, type) and dataclasses.is_dataclass(field.type)
 
 
-def from_values(declaring: type, values: Mapping[str, Any]):
-    """An instance of a dataclass with these values, where a group of options is a mapping; FieldError for others."""
-    fields = {field.name: field for field in dataclasses.fields(declaring)}
-    declared, converted = options(declaring), dict(values)
+def changed(record, values: Mapping[str, Any]):
+    """A frozen dataclass with other values of some fields, all of which are checked together.
+
+    Args:
+      record: its groups of options are dataclasses as well.
+      values: by dotted name; of a group also a mapping.
+
+    Raises:
+      FieldError: an unknown name, an invalid value.
+    """
+    fields, own, groups = {field.name: field for field in dataclasses.fields(record)}, {}, {}
     for name, value in values.items():
-        if name not in fields:
-            raise FieldError(name, value, f"no such option{nearest(name, fields)}: expected one of {', '.join(fields)}")
-        if name in declared and not declared[name].problem(value):
-            converted[name] = declared[name].plain(value)
-        if isinstance(value, Mapping) and _is_group(fields[name]):
-            try:
-                converted[name] = from_values(fields[name].type, value)
-            except FieldError as error:
-                raise error.within(name) from None
-    return declaring(**converted)
+        first, _, rest = name.partition(".")
+        if first not in fields or (rest and not _is_group(fields[first])):
+            expected = f"no such option{nearest(first, fields)}: expected one of {', '.join(fields)}"
+            raise FieldError(name, value, expected)
+        if rest or (isinstance(value, Mapping) and _is_group(fields[first])):
+            groups.setdefault(first, {}).update({rest: value} if rest else value)
+        else:
+            own[first] = value
+    for name, inner in groups.items():
+        try:
+            own[name] = changed(own.get(name, getattr(record, name)), inner)
+        except FieldError as error:
+            raise error.within(name) from None
+    check_values({name: each for name, each in options(type(record)).items() if name in own}, own)
+    return dataclasses.replace(record, **own)
 
 
 def option_values(record) -> dict[str, Any]:

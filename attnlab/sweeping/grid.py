@@ -5,17 +5,18 @@ vary together, "config.model.width=64,128 config.model.num_heads=2,4".
 """
 
 import csv
+import functools
 import hashlib
 import itertools
+import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
-from absl import flags
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from attnlab import commands
 from attnlab import config as configs
 from attnlab.config import RunConfig
+from attnlab.nn import records
 from attnlab.support.errors import UserError
 
 LONGEST = 120  # characters of a run's name, which names its folder as well
@@ -26,27 +27,62 @@ class Point(NamedTuple):
 
     name: str  # its values, "learning_rate=0.001,seed=0", as the name of a folder
     values: dict  # by field, without "config."
-    options: list[str]  # of `attnlab train`
     config: RunConfig
 
 
-def points(grid: Sequence[str], options: Sequence[str]) -> list[Point]:
-    """The runs of a grid, with options that all share, in the order of its values, the last field varying fastest."""
+def points(grid: Sequence[str], base: RunConfig) -> list[Point]:
+    """The runs of a grid, changes of one config, in the order of its values, the last field varying fastest."""
+    base.check_effects()  # errors that are not of the grid
     axes = list(map(_axis, grid))
     names = [field for axis in axes for field, _ in axis]
     if len(set(names)) < len(names):
         raise UserError(f"--grid names config.{max(names, key=names.count)} twice: give all its values at once")
-    config_of(options)  # raises errors that are not of the grid
-    found = {}
+    value_of, found = functools.cache(commands.value_of), []
     for combination in itertools.product(*(zip(*(texts for _, texts in axis)) for axis in axes)):
-        point = _point(dict(zip(names, itertools.chain(*combination))), options)
-        if point.name in found:
-            raise UserError(f"--grid names {point.name} twice: give each value once")
-        found[point.name] = point
-    folders = [point.config.checkpoint.dir for point in found.values() if point.config.checkpoint.dir]
+        values = {field: value_of(field, text) for field, text in zip(names, itertools.chain(*combination))}
+        try:
+            config = base.changed(values)
+            config.check_effects()
+        except UserError as error:
+            raise UserError(f"--grid: {error}") from error
+        values = {field: config.fields[field] for field in values}
+        found.append(Point(name_of(values), values, config))
+    return _different(found)
+
+
+def of_configs(runs: Sequence[RunConfig]) -> list[Point]:
+    """Runs by their configs, which are named by the fields in which these differ."""
+    known = configs.declared()
+
+    def value(config: RunConfig, field: str):
+        return config.fields.get(field, known[field].default if field in known else None)
+
+    fields = dict.fromkeys(itertools.chain(*(config.fields for config in runs)))
+    varying = [x for x in fields if not all(records.same(value(config, x), value(runs[0], x)) for config in runs)]
+    found = []
+    for config in runs:
+        config.check_effects()
+        values = {field: _shown(value(config, field)) for field in varying}
+        found.append(Point(name_of(values) or "run", values, config))
+    return _different(found)
+
+
+def _different(found: list[Point]) -> list[Point]:
+    """The same runs; UserError for two that would share a folder."""
+    names = [point.name for point in found]
+    if len(set(names)) < len(names):
+        raise UserError(f"--grid names {max(names, key=names.count)} twice: give each value once")
+    folders = [point.config.checkpoint.dir for point in found if point.config.checkpoint.dir]
     if len(folders) > len(set(folders)):
         raise UserError(f"config.checkpoint.dir = {folders[0]}: runs cannot share it: leave it out")
-    return list(found.values())
+    return found
+
+
+def _shown(value) -> Any:
+    """A value of a field in a name or a table: itself, or six digits of the sha256 of its record."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return hashlib.sha256(json.dumps(records.of_value(value)).encode()).hexdigest()[:6]
 
 
 def _axis(text: str) -> list[tuple[str, list[str]]]:
@@ -74,28 +110,6 @@ def _field(text: str) -> tuple[str, list[str]]:
     if not equals:
         raise UserError(f"--grid={text} has no values: write --grid config.{field}=VALUE,VALUE")
     return field, next(csv.reader([values], skipinitialspace=True)) or [""]
-
-
-def config_of(options: Sequence[str]) -> RunConfig:
-    """The config of some options of `attnlab train`."""
-    argv, values = ["attnlab train", *options], flags.FlagValues()
-    commands.define_import(values, argv)
-    commands.define_config(values, argv)
-    commands.parse(values, argv)
-    config, _ = commands.config_of(values)
-    config = configs.completed(config)
-    config.check_effects()
-    return config
-
-
-def _point(texts: Mapping[str, str], options: Sequence[str]) -> Point:
-    options = [*options, *(f"--config.{field}={text}" for field, text in texts.items())]
-    try:
-        config = config_of(options)
-    except UserError as error:
-        raise UserError(f"--grid: {error}") from error
-    values = {field: config.fields[field] for field in texts}
-    return Point(name_of(values), values, options, config)
 
 
 def name_of(values: dict) -> str:

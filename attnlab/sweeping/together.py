@@ -1,22 +1,25 @@
 """Runs of one program in one process: so many trained together, or one after another with the same compiled steps.
 
-python -m attnlab.sweeping.together TOGETHER FOLDER FILE, of {"NAME": ["--config=…", …], …}
+python -m attnlab.sweeping.together TOGETHER FOLDER FILE, of {"code": …, "runs": {NAME: config}}; see `write`
 """
 
 import contextlib
+import io
+import json
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from attnlab import commands, compilation
+from attnlab import config as configs
 from attnlab.config import RunConfig
-from attnlab.nn import versions
-from attnlab.support import files, workers
+from attnlab.nn import custom, records, versions
+from attnlab.support import files, paths, workers
 from attnlab.support.errors import UserError
-from attnlab.sweeping import grid
 from attnlab.training import processes
 from attnlab.training import run as runs
 from attnlab.training.preemption import PreemptionHandler
@@ -34,19 +37,40 @@ def main(argv: list[str]) -> int:
     commands.prepare_output()
     compilation.keep_programs()
     compilation.release_memory()
-    runs_by_name = files.read_json(Path(file))
-    configs = {Path(folder) / name: grid.config_of(options) for name, options in runs_by_name.items()}
-    return train_all(configs, together)
+    return train_all({Path(folder) / name: config for name, config in _read(Path(file)).items()}, together)
+
+
+def write(runs: Mapping[str, RunConfig], file: Path) -> None:
+    """Write runs for another process to a file, by name: an argument may hold 128 KiB. Arrays are in one beside it.
+
+    Raises:
+      UserError: a layer, a mask or a score mod that lives in this process alone.
+    """
+    content = {"code": custom.to_load([config.model for config in runs.values()])}
+    content |= {"runs": {name: configs.to_tree(config) for name, config in runs.items()}}
+    np.savez(arrays := io.BytesIO(), **records.arrays_of([config.model.layers for config in runs.values()]))
+    paths.write_bytes(file.with_suffix(".npz"), arrays.getvalue())
+    paths.write_text(file, json.dumps(content))
+
+
+def _read(file: Path) -> dict[str, RunConfig]:
+    """The runs of a file, whose layers this process knows from then on."""
+    content = files.read_json(file)
+    custom.load(content["code"])
+    with np.load(file.with_suffix(".npz")) as arrays:
+        return {name: configs.from_json(tree, arrays) for name, tree in content["runs"].items()}
 
 
 @versions.taken_once()
-def train_all(configs: Mapping[Path, RunConfig], together: str, tell: Tell = workers.tell, own_process=True) -> int:
+def train_all(
+    runs_by_workdir: Mapping[Path, RunConfig], together: str, tell: Tell = workers.tell, own_process=True
+) -> int:
     """Train runs of one program, by workdir, and tell of each that ends.
 
     Those that start from the same step are trained so many `together`, or all where it is "auto" on a GPU; where that
     fails, as for want of memory, by halves. Returns 0, or 128 + the number of the signal that stopped them.
     """
-    waiting, programs = _starting(configs, tell), {}
+    waiting, programs = _starting(runs_by_workdir, tell), {}
     with PreemptionHandler(own_process) as preemption:
         while waiting and not preemption.requested():
             start, plans = waiting.pop(0)
@@ -78,10 +102,10 @@ def train_all(configs: Mapping[Path, RunConfig], together: str, tell: Tell = wor
         return preemption.exit_code if preemption.signal else 0
 
 
-def _starting(configs: Mapping[Path, RunConfig], tell: Tell) -> list[tuple[str, list[RunPlan]]]:
+def _starting(runs_by_workdir: Mapping[Path, RunConfig], tell: Tell) -> list[tuple[str, list[RunPlan]]]:
     """The runs that are not finished, by the step from which they start."""
     found = {}
-    for workdir, config in configs.items():
+    for workdir, config in runs_by_workdir.items():
         try:
             plan = runs.resolve(config, workdir)
             if plan.origin == "finished":

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from absl import flags
 
+from attnlab import config as configs
+from attnlab.config import RunConfig
 from attnlab.support import paths, workers
 from attnlab.support.errors import UserError
 from attnlab.sweeping import together
@@ -109,10 +111,10 @@ class Runner:
             processes = again
 
     def _words(self, points: Sequence[Point], folder: Path) -> list[str]:
-        """The words that start a process, which reads its runs from a file: an argument may hold 128 KiB."""
+        """The words that start a process, which reads its runs from a file."""
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         file = folder / LOGS / f"{points[0].name}.runs.json"
-        paths.write_text(file, json.dumps({point.name: point.options for point in points}))
+        together.write({point.name: point.config for point in points}, file)
         return [together.__name__, self._together, str(folder), str(file)]
 
     def _left(self) -> str:
@@ -127,6 +129,15 @@ def _groups(points: Sequence[Point], jobs: int) -> Iterator[list[Point]]:
     """Runs of one program, in up to `jobs` parts."""
     programs = {}
     for point in points:
-        programs.setdefault(repr(point.config.changed(SAME)), []).append(point)
+        programs.setdefault(_key(point.config.changed(SAME)), []).append(point)
     for alike in programs.values():
         yield from filter(None, (alike[part::jobs] for part in range(jobs)))
+
+
+def _key(config: RunConfig):
+    """A config, or its JSON where it has no hash."""
+    try:
+        hash(config)
+    except TypeError:
+        return configs.to_json(config)
+    return config

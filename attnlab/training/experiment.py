@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -13,28 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from attnlab.config import RunConfig
+from attnlab.config import Optimizer, RunConfig
 from attnlab.data.batches import Batch, Batches, prefetched
 from attnlab.data.tasks import named
-from attnlab.nn import GPT
+from attnlab.nn import GPT, ModelConfig
 from attnlab.nn.layer import Layer, LayerConfig
 from attnlab.nn.matrices import matrices_of
 from attnlab.nn.mixers.gru import GRUConfig
 from attnlab.nn.multihead import AttentionConfig, LocalConfig, MultiHeadAttention, as_tuple
 from attnlab.ops.attention import Explanation, explain
-from attnlab.ops.masks import Mask
-from attnlab.ops.score_mods import Forget, ScoreMods
+from attnlab.ops.score_mods import Forget
 from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel as parallel_lib
 from attnlab.training import passed, precision
 from attnlab.training import state as states
-from attnlab.training.passed import with_parts
 from attnlab.training.state import TrainState
 
-# Fields that no program depends on, as arguments of a program do not: groups, and fields.
-NOT_COMPILED = {"checkpoint", "eval", "log", "sample", "init_from", "seed"}
-NOT_COMPILED |= {f"optimizer.{name}" for name in optimizers.Peaks._fields}
 _PROGRAMS: contextvars.ContextVar[dict | None] = contextvars.ContextVar("programs", default=None)
 
 
@@ -55,8 +51,7 @@ def shared_programs(programs: dict | None = None) -> Iterator[None]:
 class Experiment:
     """Everything that a run computes with, by a `RunPlan`'s config. Nothing is compiled before it is called.
 
-    `model`, `mask`, `score_mod` and `optimizer` are as in `attnlab.train.train`; `extensions` as in
-    `optimizer.learning_rate`.
+    `model` and `optimizer` are as in `attnlab.train.train`; `extensions` as in `optimizer.learning_rate`.
 
     Attributes:
       config: the argument.
@@ -70,8 +65,6 @@ class Experiment:
         vocab_size: int,
         *,
         model: nn.Module | None = None,
-        mask: Mask | None = None,
-        score_mod: ScoreMods | None = None,
         optimizer: optax.GradientTransformation | None = None,
         parallel: parallel_lib.Parallel | None = None,
         extensions: Sequence[dict] = (),
@@ -81,8 +74,7 @@ class Experiment:
         self._ahead = {}
         platform = self.parallel.mesh.devices.flat[0].platform
         if model is None:
-            self.model = GPT(with_parts(config.over_tokens(vocab_size), mask, score_mod))
-            _check_backend(self.model, platform)
+            self.model = GPT(config.over_tokens(vocab_size))
         else:
             _check_model(model, vocab_size, config.data.packing)
             self.model = model.over_tokens(vocab_size) if isinstance(model, GPT) else model
@@ -114,8 +106,9 @@ class Experiment:
             self._optimizer_at = lambda at: self.optimizer
         self._first = self  # whose programs these are
         if (programs := _PROGRAMS.get()) is not None:
-            own = map(_hashable, (model, mask, score_mod, optimizer))
-            key = *_compiled(config), self.parallel, vocab_size, repr(extensions), *own
+            own = map(_hashable, (model, optimizer))
+            config = _hashable(_without_arguments(config)), passed.version(config)
+            key = *config, self.parallel, vocab_size, repr(extensions), *own
             self._first = programs.setdefault(key, self)
 
     @functools.cached_property
@@ -124,6 +117,14 @@ class Experiment:
         shapes = jax.eval_shape(self._create, jax.ShapeDtypeStruct((), jnp.int32))
         shardings = self.parallel.shardings(shapes)
         return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
+
+    def check_backend(self) -> None:
+        """Raise UserError where the backend that `config.model.impl` names cannot run on the devices.
+
+        The training steps do it when they are made; a run does it before it writes a file.
+        """
+        if isinstance(self.model, GPT):
+            _check_backend(self.model.config, self.parallel.mesh.devices.flat[0].platform)
 
     @property
     def parameters(self) -> int:
@@ -201,6 +202,7 @@ class Experiment:
         return self.parallel.compile_train(steps, replicated, self._fuses_sums)
 
     def _training(self, of_runs: Callable) -> Callable:
+        self.check_backend()
         config, model, optimizer_at = self.config, self._over_tokens, self._optimizer_at
         accumulation, ema = config.optimizer.accumulation, config.optimizer.ema
 
@@ -302,10 +304,12 @@ class Experiment:
         return states.create(self.model, self.optimizer, seed, self._first._init, self.scan, average)
 
 
-def _compiled(config: RunConfig) -> tuple[str, str]:
-    """Fields of a config that its programs depend on, and the version of its custom layers."""
-    fields = {name: x for name, x in config.fields.items() if not {name, name.partition(".")[0]} & NOT_COMPILED}
-    return repr(fields), passed.version(config)
+def _without_arguments(config: RunConfig) -> RunConfig:
+    """The config with defaults for all fields that no program depends on."""
+    groups = {name: type(getattr(config, name))() for name in ("checkpoint", "eval", "log", "sample")}
+    peaks = {name: getattr(Optimizer, name) for name in optimizers.Peaks._fields}
+    optimizer = dataclasses.replace(config.optimizer, **peaks)
+    return dataclasses.replace(config, seed=0, init_from="", optimizer=optimizer, **groups)
 
 
 def _hashable(value):
@@ -346,10 +350,8 @@ class _OverTokens(nn.Module):
         return self.model.apply(*args, **options)[..., : self.vocab_size]
 
 
-def _check_backend(model: GPT, platform: str) -> None:
-    """Raise UserError where the backend that `config.model.impl` names cannot run on the devices."""
-
-    config = model.config
+@functools.lru_cache(64)
+def _check_backend(config: ModelConfig, platform: str) -> None:
     for layer in config.used:
         if layer.module.operator != "attention":
             continue

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 
-from attnlab.config import RunConfig, from_json, model_fields
+from attnlab.config import Data, RunConfig
 from attnlab.data import tokenizers
 from attnlab.interop import huggingface
 from attnlab.nn import GPT, versions
 from attnlab.ops.masks import Mask
 from attnlab.ops.score_mods import ScoreMods
 from attnlab.support.errors import UserError
-from attnlab.training.workdir import read_config, read_tokenizer
+from attnlab.training.workdir import read_run, read_tokenizer
 
 
 class Run(NamedTuple):
@@ -104,7 +104,7 @@ def checkpoints_of(workdir: Path):
     """The `Checkpoints` of a run; Orbax takes seconds to import."""
     from attnlab.training.checkpoints import Checkpoints
 
-    return Checkpoints(from_json(read_config(workdir)).checkpoint.dir or workdir / "checkpoints")
+    return Checkpoints(read_run(workdir)[1].checkpoint.dir or workdir / "checkpoints")
 
 
 def chosen_step(checkpoints, workdir: Path, step: int | str) -> int:
@@ -122,21 +122,22 @@ def chosen_step(checkpoints, workdir: Path, step: int | str) -> int:
     return named[str(step)]
 
 
-def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer | None, RunConfig]:
-    """Model, tokenizer and config as from `load`, without the parameters; `passed` are model, mask and score_mod."""
+def peek(workdir: str | Path, model=None, **parts) -> tuple[nn.Module, tokenizers.Tokenizer | None, RunConfig]:
+    """Model, tokenizer and config as from `load`, without the parameters; `parts` are mask and score_mod."""
     from attnlab.training.passed import Passed, with_parts
 
     workdir = Path(workdir)
     if not huggingface.is_hf(workdir):
-        saved = read_config(workdir)
-        config, tokenizer = from_json(saved), read_tokenizer(workdir, saved)
-        passed = Passed(**passed)
-        passed.check_reads(saved, config, workdir)
-        if (model := passed.model) is None:
-            model = GPT(with_parts(config.over_tokens(tokenizer.vocab_size), passed.mask, passed.score_mod))
+        saved, config = read_run(workdir)
+        tokenizer, complete = read_tokenizer(workdir, saved), with_parts(config, **parts)
+        if why := complete.difference(config):
+            raise UserError(f"{workdir} holds a run of another model ({why}): pass what it was trained with, or None")
+        Passed(model).check_reads(saved, complete, workdir)
+        if model is None:
+            model = GPT(complete.over_tokens(tokenizer.vocab_size))
         elif isinstance(model, GPT):
             model = model.over_tokens(tokenizer.vocab_size)
-        return model, tokenizer, config
+        return model, tokenizer, complete
     model = huggingface.make_model(huggingface.model_files.read_config(workdir), str(workdir))
     tokenizer = huggingface.read_tokenizer(workdir, model.config.vocab_size)
     if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
@@ -144,6 +145,5 @@ def peek(workdir: str | Path, **passed) -> tuple[nn.Module, tokenizers.Tokenizer
             f"{workdir} has a tokenizer of {tokenizer.vocab_size} tokens and a model of {model.config.vocab_size}: "
             "provide the model's own tokenizer"
         )
-    fields = {f"model.{name}": value for name, value in model_fields(model.config).items()}
-    config = RunConfig.of(fields | {"data.tokenizer": "pretrained"})
+    config = RunConfig(model=model.config, vocab_size=model.config.vocab_rows, data=Data(tokenizer="pretrained"))
     return model if tokenizer is None else model.over_tokens(tokenizer.vocab_size), tokenizer, config

@@ -1,5 +1,6 @@
 """Pretrained weights to start a run from: a Hugging Face model or another run, named by `config.init_from`."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -36,17 +37,29 @@ def completed(config: RunConfig, workdir: Workdir) -> tuple[RunConfig, tokenizer
     else:
         was, tokenizer = _source(config)
         has_tokenizer = tokenizer is not None
-    known, here = declared(), config.fields
-    shape = [name for name in was.fields if name.startswith("model.") and name.rpartition(".")[2] not in _SET_HERE]
-    found = {name: was.fields[name] for name in shape}
+    known, here, there = declared(), config.fields, was.fields
+    found = {name: x for name, x in there.items() if name.startswith("model.") and not _is_set_here(name)}
     found |= {"data.tokenizer": "pretrained"} if has_tokenizer else {}
-    for name, value in found.items():
-        if (set_ := here.get(name, value)) not in (value, known[name].default):
+    own = {name: None for name in here if name.startswith("model.") and not _is_set_here(name)}
+    for name in own | found:
+        usual = known[name].default if name in known else None
+        value = found.get(name, usual)
+        if (set_ := here.get(name, value)) not in (value, usual):
             raise UserError(
                 f"config.{name} = {set_!r} has no effect beside config.init_from = {config.init_from}, where it is "
                 f"{value!r}: leave it out"
             )
-    return config.changed(found), tokenizer
+    set_here = {
+        name: x for name, x in here.items() if name.startswith("model.") and _is_set_here(name) and name in there
+    }
+    shape = was.changed(set_here)
+    data = dataclasses.replace(config.data, tokenizer=found.get("data.tokenizer", config.data.tokenizer))
+    found = {"model": shape.model, "vocab_size": shape.vocab_size, "scan": shape.scan, "data": data}
+    return dataclasses.replace(config, **found), tokenizer
+
+
+def _is_set_here(name: str) -> bool:
+    return name.rpartition(".")[2] in _SET_HERE
 
 
 def _source(config: RunConfig) -> tuple[RunConfig, tokenizers.Tokenizer | None]:

@@ -42,7 +42,7 @@ class RunPlan:
       workdir: the folder, and the run that an earlier start left there.
       finished: the last step of a run that has ended; None for any other.
       tokenizer: of the weights in `config.init_from`; None for the text's, or the earlier run's.
-      passed: the user's model, mask, score mod and optimizer.
+      passed: the user's model and optimizer.
       metadata: of `config.json`, as far as it is known.
     """
 
@@ -87,7 +87,7 @@ def resolve(
     >>> resolve(configs.default()).origin
     'fresh'
     """
-    config, folder = configs.completed(config, **passed.of_model()), Workdir(workdir)
+    config, folder = configs.completed(config), Workdir(workdir)
     if folder.previous_run is None:
         config.check_effects()
     config, tokenizer = pretrained.completed(config, folder)
@@ -133,7 +133,7 @@ def load(plan: RunPlan, extensions: Sequence[dict] = (), say: Callable[[str], No
     """Load the text of a run, and make what it computes with; `extensions` as in `optimizer.learning_rate`."""
     parallel = parallel_lib.from_config(plan.config)
     text = texts.load(plan.config, plan.workdir, plan.tokenizer, parallel.batch_share, say)
-    options = {"parallel": parallel, "extensions": extensions, **plan.passed.of_experiment()}
+    options = {"parallel": parallel, "extensions": extensions, **plan.passed._asdict()}
     return Program(text, Experiment(plan.config, text.tokenizer.vocab_size, **options))
 
 
@@ -208,6 +208,8 @@ def open(
         extensions = workdir.extensions(config, start)
         program = load(plan, extensions, say) if program is None else program
         text, experiment = program.text.of_seed(config.seed), program.experiment
+        if not eval_only:
+            experiment.check_backend()
         if own_process and not eval_only:
             experiment.compile_ahead()
         say(f"restoring step {start}" if start else "initializing the model")
@@ -283,7 +285,7 @@ def _open_files(
         if config.checkpoint.dir:
             checkpoints.prepare()  # first, so that a failure leaves no workdir behind
         resources.enter_context(workdir.claimed())
-        workdir.create(config_json, text.tokenizer, custom.sources(config.model.used).values())
+        workdir.create(config_json, config, text.tokenizer)
     checkpoints.prepare()
     events = [trackers.TensorBoard(workdir.path / "tensorboard")] if config.log.tensorboard else []
     log = metrics_lib.MetricsLog(workdir.metrics, offset, start, events)

@@ -15,7 +15,7 @@ from attnlab.data.batches import Batch, Stacked, prefetched
 from attnlab.data.tasks import named
 from attnlab.generation.decoding import generate
 from attnlab.generation.texts import prompt_ids
-from attnlab.nn import GPT, unstack_layers
+from attnlab.nn import GPT, custom, unstack_layers
 from attnlab.support.errors import UserError
 from attnlab.support.names import typed
 from attnlab.training import flops as flops_lib
@@ -377,14 +377,15 @@ class Trainer:
 
     def _tell_of_use(self, run: Run) -> None:
         """The next command, or call where a command cannot make the model."""
-        plan = run.plan
-        passed = [name for name in ("model", "mask", "score_mod") if getattr(plan.passed, name) is not None]
-        if passed:
-            arguments = ", ".join(f"{name}=…" for name in passed)
-            self.reporter.print(f'load it in Python with: attnlab.load("{plan.workdir}", {arguments})')
+        plan, files = run.plan, {}
+        for name, path in custom.code(plan.config.model).items():
+            copied = plan.metadata.get("code", {}).get(name, {}).get("file")
+            files[f" --import={copied or path}"] = name
+        if plan.passed.model is not None:
+            self.reporter.print(f'load it in Python with: attnlab.load("{plan.workdir}", model=…)')
+        elif any("<" in name for name in files.values()):  # a lambda, or a function within another
+            self.reporter.print(f'load it in this process with: attnlab.load("{plan.workdir}")')
         elif self._sampled:
-            sources = plan.metadata.get("code", {}).values()
-            files = dict.fromkeys(f" --import={source['file']}" for source in sources)
             options = f"--workdir={plan.workdir}{''.join(files)}"
             self.reporter.print(f"generate text with: {typed('sample')} {options}")
 

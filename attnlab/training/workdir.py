@@ -3,17 +3,21 @@
 import contextlib
 import dataclasses
 import hashlib
+import io
 import os
-from collections.abc import Iterable, Iterator
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 from attnlab import config as configs
 from attnlab.config import RunConfig
 from attnlab.data import tokenizers
-from attnlab.nn import custom
+from attnlab.nn import custom, records
 from attnlab.support import files
 from attnlab.support.errors import UserError
-from attnlab.support.paths import claim, write_text
+from attnlab.support.paths import claim, write_bytes, write_text
 
 
 class Workdir:
@@ -23,13 +27,12 @@ class Workdir:
 
     Attributes:
       previous_run: the content of `config.json`; None when no run has begun there.
-      config: of the previous run.
+      config: of the previous run, from `config.json` and `config.npz`.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.previous_run = _previous_run(self.path)
-        self.config = None if self.previous_run is None else configs.from_json(self.previous_run)
+        self.previous_run, self.config = _previous_run(self.path) or (None, None)
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -89,15 +92,18 @@ class Workdir:
                 raise UserError(f"--workdir={self}: another process has begun a run there: choose another folder")
             yield
 
-    def create(self, config_json: str, tokenizer: tokenizers.Tokenizer, sources: Iterable[custom.Source] = ()) -> None:
+    def create(self, config_json: str, config: RunConfig, tokenizer: tokenizers.Tokenizer) -> None:
         """Write the files of a new run, to a claimed folder; `config.json` last, which makes it one.
 
-        The files of custom layers are copied to `source/`, under their names.
+        The files of custom layers are copied to `source/`, under their names; arrays are in `config.npz`.
         """
-        for source in (source for source in sources if source.text):
+        tokenizers.save(tokenizer, self.path / "tokenizer.json")
+        for source in (source for source in custom.sources(config.model.used).values() if source.text):
             (self.path / "source").mkdir(exist_ok=True)
             write_text(self.path / "source" / source.path.name, source.text)
-        tokenizers.save(tokenizer, self.path / "tokenizer.json")
+        if arrays := records.arrays_of(config.model.layers):
+            np.savez(content := io.BytesIO(), **arrays)
+            write_bytes(self.path / "config.npz", content.getvalue())
         write_text(self.path / "config.json", config_json)
 
     def write_config(self, config_json: str) -> None:
@@ -109,6 +115,11 @@ class Workdir:
 
 def read_config(workdir: Path) -> dict:
     """The content of `config.json` in a workdir; UserError if it is missing or damaged."""
+    return read_run(workdir)[0]
+
+
+def read_run(workdir: Path) -> tuple[dict, RunConfig]:
+    """The content of `config.json` in a workdir, and its config; UserError if it is missing or damaged."""
     path = workdir / "config.json"
     try:
         saved = files.read_json(path)
@@ -123,17 +134,24 @@ def read_config(workdir: Path) -> dict:
         raise UserError(f"{workdir} holds a Hugging Face model, not a run of attnlab: choose another folder")
     custom.check_imported(saved.get("code", {}), workdir)
     try:
-        configs.from_json(saved)
-    except (AttributeError, ValueError, KeyError, TypeError) as error:
+        return saved, configs.from_json(saved, _arrays(workdir / "config.npz"))
+    except (AttributeError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise _damaged(path, error) from error
-    return saved
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a config, by sha256; {} without the file."""
+    if not path.exists():
+        return {}
+    with np.load(path) as found:
+        return dict(found)
 
 
 def _check_format(saved: dict, path: Path) -> None:
-    if (found := saved.get("format", 0)) != configs.FORMAT and "steps" in saved:
+    if (found := saved.get("format", 0)) not in (1, configs.FORMAT) and "steps" in saved:
         raise UserError(
-            f"{path} has format {found}, and this version of attnlab reads {configs.FORMAT}: use the version that "
-            "wrote it, or train again in a new --workdir"
+            f"{path} has format {found}, and this version of attnlab reads 1 and {configs.FORMAT}: use the version "
+            "that wrote it, or train again in a new --workdir"
         )
 
 
@@ -165,11 +183,11 @@ def read_tokenizer(workdir: Path, saved: dict) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _previous_run(workdir: Path) -> dict | None:
+def _previous_run(workdir: Path) -> tuple[dict, RunConfig] | None:
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file: name a folder")
     if (workdir / "config.json").exists():
-        return read_config(workdir)
+        return read_run(workdir)
     if workdir.exists() and (why := _foreign(os.listdir(workdir))):
         raise UserError(f"--workdir={workdir} {why}: choose a new folder")
     return None
@@ -178,5 +196,6 @@ def _previous_run(workdir: Path) -> dict | None:
 def _foreign(names: list[str]) -> str:
     """Why a folder with files of these names can hold no run; "" where it can."""
     begun = ("tokenizer.json", ".config.json.")  # what a kill leaves of a run that was to begin
+    begun += ("source", "config.npz", ".config.npz.") if "tokenizer.json" in names else ()
     is_ours = "config.json" in names or all(name.startswith(begun) for name in names)
     return "" if is_ours else "holds other files and no run"

@@ -29,15 +29,14 @@ from pathlib import Path
 
 import jax
 
-from attnlab import commands, train
-from attnlab import config as configs
+from attnlab import commands, experiments, train
 from attnlab._benchmarks.harness import options
 from attnlab.support.errors import UserError
 from attnlab.training.checkpoints import Checkpoints
 from tests.campaigns.watched import PHASES, Board
 from tests.runs import digests, records
 
-QUICKSTART = configs.experiments()["quickstart"]
+QUICKSTART = experiments.files()["quickstart"]
 MODEL = {"batch_size": 8, "model.num_layers": 2, "model.width": 32, "model.context": 32, "model.dropout": 0.1}
 MODEL |= {"eval.windows": 64, "sample.length": 64, "log.tensorboard": False, "parallel.mesh.data": 1}
 LONG = MODEL | {"eval.every": 20, "checkpoint.every": 8, "log.every": 4, "sample.every": 40}

@@ -10,7 +10,7 @@ from attnlab import comparing
 from attnlab import config as configs
 from attnlab.comparing import protocol, race, table
 from attnlab.comparing.protocol import Protocol
-from attnlab.comparing.variants import Variant
+from attnlab.comparing.variants import of_values
 from attnlab.nn import custom
 from attnlab.support.errors import UserError
 from attnlab.support.tables import as_text
@@ -67,8 +67,8 @@ def test_cells_have_the_digits_that_their_verdict_rests_on(difference, half, p, 
     assert table.cells([row], list(row)[::2])[1] == texts
 
 
-PROTOCOL = Protocol(("--config=quickstart",), (1e-3, 1e-2, 1e-1), (0,), (1, 2, 3))
-VARIANTS = [Variant("one"), Variant("two", ("--config.model.attention.window=16",))]
+PROTOCOL = Protocol(configs.RunConfig(), (1e-3, 1e-2, 1e-1), (0,), (1, 2, 3))
+VARIANTS = of_values({"one": {}, "two": {"model.attention.window": 16}})
 
 
 def test_runs_choose_rates_on_one_half_and_seed_and_compare_on_the_others():
@@ -88,14 +88,14 @@ def test_runs_of_a_file_before_it_was_edited_are_other_runs(tmp_path):
     def named(factor):
         (tmp_path / "mine.py").write_text(f"def near(score, b, h, i, j):\n    return score - {factor} * (i - j)\n")
         custom.import_file(tmp_path / "mine.py")
-        return [point.name for point in PROTOCOL.final(Variant("near", ("--config.model.layers=near",)), 1e-2)]
+        return [point.name for point in PROTOCOL.final(of_values({"one": {}, "near": "model.layers=near"})[1], 1e-2)]
 
     first, edited = named(0.1), named(0.2)
     assert not {*first} & {*edited} and named(0.1) == first and ",code=" in first[0]
 
 
 def test_muon_keeps_the_ratio_of_its_learning_rates():
-    muon = PROTOCOL._replace(options=(*PROTOCOL.options, "--config.optimizer.name=muon"))
+    muon = PROTOCOL._replace(config=PROTOCOL.config.changed({"optimizer.name": "muon"}))
     before = configs.Optimizer()
     for point in muon.tuning(VARIANTS[0]):
         found = point.config.optimizer
@@ -167,8 +167,8 @@ def test_verdict_after_as_many_seconds_holds_in_every_round_of_the_race(tmp_path
     ],
 )
 def test_accuracies_no_better_than_a_blind_guess_have_no_verdict(tmp_path, accuracies, verdict):
-    name = "--config.data.name=task:recall pairs=8"  # of eight values in a sequence, one of 26 kinds
-    tasks = PROTOCOL._replace(options=(*PROTOCOL.options, name), measure="accuracy")
+    name = "task:recall pairs=8"  # of eight values in a sequence, one of 26 kinds
+    tasks = PROTOCOL._replace(config=PROTOCOL.config.changed({"data.name": name}), measure="accuracy")
     for variant, found in zip(VARIANTS, accuracies):
         for point, accuracy in zip(tasks.final(variant, 1e-2), found):
             run(tmp_path / point.name, final(3.0) | {"accuracy": accuracy})

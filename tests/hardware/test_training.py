@@ -11,7 +11,7 @@ from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attnlab import config as configs
+from attnlab import experiments
 from attnlab.generation import drawing, loop
 from attnlab.interop.export import export_step
 from attnlab.nn import GPT
@@ -29,7 +29,7 @@ LAYERS, WIDTH = 2, 128
 
 def config_of(name, **fields):
     """An experiment's config with a small model."""
-    config = configs.experiments()[name]
+    config = experiments.files()[name]
     module = {}
     exec(config.read_text(), module)
     config = module["get_config"]()

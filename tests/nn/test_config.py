@@ -108,7 +108,7 @@ def test_option_whose_effect_another_takes_is_an_error_of_a_new_run():
 def test_model_of_a_run_equals_that_of_the_same_values_in_python(values):
     model = ModelConfig.of(**values)
     assert run_of(values).over_tokens(256) == model
-    assert run_of(configs.model_fields(model)).model == model
+    assert configs.RunConfig(model=model).over_tokens(256) == model
 
 
 def test_layers_are_words_or_configs_that_are_repeated_by_their_number():

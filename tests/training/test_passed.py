@@ -9,7 +9,7 @@ from attnlab import config as configs
 from attnlab.masks import Causal, SlidingWindow
 from attnlab.score_mods import ScoreFn
 from attnlab.support.errors import UserError
-from attnlab.training.passed import NOTHING, Passed
+from attnlab.training.passed import NOTHING, Passed, with_parts
 
 
 class Tiny(nn.Module):
@@ -32,20 +32,18 @@ def capped(cap):
     return ScoreFn(lambda score, b, h, i, j: jnp.minimum(score, cap))
 
 
-def saved(passed):
+def saved(passed, config=CONFIG):
     """As in `config.json`."""
-    return passed.metadata() | {"versions": {name: code.record() for name, code in passed.code(CONFIG).items()}}
+    return passed.metadata() | {"versions": {name: code.record() for name, code in passed.code(config).items()}}
 
 
 @pytest.mark.parametrize(
     "one, same, other",
     [
-        ({"mask": SlidingWindow(3)}, {"mask": SlidingWindow(3)}, {"mask": SlidingWindow(4)}),
-        ({"score_mod": capped(2.0)}, {"score_mod": capped(2.0)}, {"score_mod": capped(0.01)}),
         ({"model": Tiny()}, {"model": Tiny()}, {"model": Tiny(5)}),
         ({"optimizer": optax.sgd(0.1)}, {"optimizer": optax.sgd(0.1)}, {"optimizer": optax.sgd(0.2)}),
     ],
-    ids=["mask", "score mod", "model", "optimizer"],
+    ids=["model", "optimizer"],
 )
 def test_run_continues_with_what_computes_the_same_alone(one, same, other):
     kept = saved(Passed(**one))
@@ -54,14 +52,31 @@ def test_run_continues_with_what_computes_the_same_alone(one, same, other):
         Passed(**other).check_continues(kept, CONFIG, "runs/x")
 
 
+def test_run_continues_with_a_function_that_computes_the_same_and_an_equal_mask():
+    one, same, other = (with_parts(CONFIG, score_mod=capped(cap)) for cap in (2.0, 2.0, 0.01))
+    begun = saved(NOTHING, one)
+    NOTHING.check_continues(begun, same, "runs/x")
+    assert not same.difference(one) and not other.difference(one)  # which the version tells apart
+    with pytest.raises(UserError, match="^the code of 'capped.<locals>.<lambda>' in .* has changed since runs/x began"):
+        NOTHING.check_continues(begun, other, "runs/x")
+    three, four = (with_parts(CONFIG, mask=SlidingWindow(left)) for left in (3, 4))
+    assert four.difference(three).startswith("config.model.attention.mask = SlidingWindow(left=4, right=0), there it ")
+    assert not NOTHING.code(three) and three == with_parts(three, mask=SlidingWindow(3))
+    with pytest.raises(
+        UserError, match="^mask = .*left=4.*, but layers of attention have .*left=3.*: leave one of them"
+    ):
+        with_parts(three, mask=SlidingWindow(4))
+    with pytest.raises(UserError, match="mask= is for attention, and layers of gru have none: leave it out"):
+        with_parts(CONFIG, layers="gru", mask=Causal())
+
+
 @pytest.mark.parametrize(
     "passed, before, message",
     [
         (NOTHING, Passed(model=Tiny()), "holds a run with model = Tiny.*, and model= gives None: pass the same"),
         (Passed(optimizer=optax.sgd(1.0)), NOTHING, "a run with optimizer = None, and optimizer= gives a user's: pass"),
-        (Passed(mask=Causal()), NOTHING, r"with mask = None, and mask= gives Causal\(\)"),
     ],
-    ids=["model", "optimizer", "mask"],
+    ids=["model", "optimizer"],
 )
 def test_what_was_passed_is_passed_again(passed, before, message):
     with pytest.raises(UserError, match=message):
@@ -69,7 +84,7 @@ def test_what_was_passed_is_passed_again(passed, before, message):
 
 
 def test_run_of_an_attnlab_with_other_versions_is_refused():
-    passed = Passed(mask=SlidingWindow(3))
+    passed = Passed(model=Tiny())
     with pytest.raises(UserError, match="^runs/x was begun by an older attnlab, with other versions of code: train"):
         passed.check_continues(passed.metadata(), CONFIG, "runs/x")
 
