@@ -20,7 +20,7 @@ from attnlab.config import RunConfig, declared, unknown
 from attnlab.nn import custom, versions
 from attnlab.nn.config import KINDS
 from attnlab.support import status, workers
-from attnlab.support.errors import UserError
+from attnlab.support.errors import ArgumentError, UserError
 from attnlab.support.progress import shown
 
 _HELP = {"--help", "-h", "-help", "--helpfull", "--helpshort"}
@@ -95,6 +95,8 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
 
 def explained(error: BaseException) -> str | None:
     """A user's mistake in one line, with what to do; None for any other error."""
+    if isinstance(error, ArgumentError):
+        return error.of_flag
     if isinstance(error, UserError | flags.Error):  # flags.Error: an unreadable --flagfile
         return one_line(error)
     if isinstance(error, OSError):  # e.g. a full disk, or no permission
@@ -130,11 +132,10 @@ def _without_name() -> str:
 def define_config(values: flags.FlagValues, argv: list[str], saved: RunConfig | None = None) -> None:
     """Define `--config=EXPERIMENT[:VARIANT]`, and `--config.FIELD=VALUE`, which change it, or `saved` without one."""
     meaning = "experiment: a name, e.g. quickstart or sancho:tiny, or a Python file; --config.a.b=v changes a field"
+    if why := _unknown_field(argv):
+        raise UserError(why)
     options = {"help_string": meaning, "flag_values": values, "sys_argv": _without_config(argv)}
-    try:
-        config_flags.DEFINE_config_dict("config", configs.default(), **options)
-    except (AttributeError, KeyError) as error:
-        raise UserError(_unknown_field(argv) or one_line(error)) from error
+    config_flags.DEFINE_config_dict("config", configs.default(), **options)
     values["config"].base = next(iter(given(argv, "config")), saved)
 
 
@@ -276,10 +277,11 @@ def _group(field: str) -> str:
 
 
 def _unknown_field(argv: list[str]) -> str:
-    # ml_collections compares with the fields of one group only, and does not say which group it looked at.
-    groups = {name.rpartition(".")[0] for name in declared()}
+    """Why the first word `--config.FIELD=…` of an unknown field names none; "" where all are known."""
+    known = declared()
+    groups = {name.rpartition(".")[0] for name in known}
     for word in argv[1:]:
         config, _, field = word.lstrip("-").partition("=")[0].partition(".")
-        if config == "config" and field not in groups and (why := unknown(field)):
-            return f"--{why}"
+        if word.startswith("-") and config == "config" and field and field not in groups | known.keys():
+            return f"--{unknown(field) or f'config.{field} is for Python alone, RunConfig.changed(…)'}"
     return ""

@@ -85,7 +85,8 @@ def _main(values, argv: list[str]) -> int:
     arguments = {name: values[name].value for name in ("seeds", "tuning_seeds", "match", "match_length")}
     arguments |= {"learning_rates": rates, "tasks": values.tasks, "published": published}
     arguments["known_tasks"] = experiments.dictionary(file, "TASKS")
-    folder, together = Path(values.workdir or f"runs/{name}-comparison"), training_runs.checked(values.together)
+    folder = Path(values.workdir or f"runs/{name}-comparison")
+    runner = training_runs.checked(values.jobs, values.together)
     parts = comparison.parts(config, {*commands.changes(values)}, variants, folder, **arguments)
     used = [layer for part in parts for variant in part.variants for layer in part.config_of(variant).model.used]
     custom.check_used(values["import"].value, used)
@@ -96,7 +97,7 @@ def _main(values, argv: list[str]) -> int:
         return _print_runs(parts)
     try:
         command = shlex.join(["attnlab", "compare", *argv[1:]])
-        found = comparison.run(parts, folder, check=check, together=together, jobs=values.jobs, command=command)
+        found = comparison.run(parts, folder, check=check, command=command, **runner)
     except KeyboardInterrupt as stopped:
         return 128 + stopped.args[0] if stopped.args else 130
     print(f"the page of all is {found.page}")

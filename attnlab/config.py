@@ -256,6 +256,10 @@ class RunConfig:
         if any(repr(getattr(self.model, name)) != repr(value) for name, value in model.items()):  # also jnp.float32
             object.__setattr__(self, "model", self.model.replace(**model))
         custom.add(self.model.layers)
+        try:
+            hash(self.model)  # equal configs share programs
+        except TypeError as error:
+            raise FieldError("model.layers", self.model.layers, f"expected values that have a hash: {error}") from None
         object.__setattr__(self, "data", _with_name(self.data))
         for name in _PATHS:  # found from any working directory
             _make_absolute(self, name)

@@ -60,7 +60,7 @@ def _main(values) -> int:
     if not values.grid:
         raise UserError("--grid is missing: name a field and its values, e.g. --grid config.seed=0,1")
     config, name = commands.config_of(values)
-    together = training_runs.checked(values.together)
+    runner = training_runs.checked(values.jobs, values.together)
     points = grid.points(values.grid, config)
     custom.check_used(values["import"].value, [layer for point in points for layer in point.config.model.used])
     folder = Path(values.workdir or f"runs/{name}-sweep")
@@ -72,7 +72,7 @@ def _main(values) -> int:
             print(shlex.join([*words, *configs.words(point.config, base), f"--workdir={folder / point.name}"]))
         return 0
     try:
-        _, failed = _trained(points, folder, values.jobs, together, {"grid": values.grid})
+        _, failed = _trained(points, folder, {"grid": values.grid}, **runner)
     except workers.Interrupted as stopped:
         return 128 + stopped.args[0]
     return 1 if failed else 0
@@ -109,22 +109,20 @@ def sweep(
     >>> [row["steps"] for row in rows]
     [2, 2]
     """
-    if not isinstance(jobs, int) or jobs < 0:
-        raise UserError(f"jobs = {jobs!r}: expected a number of processes, or 0 for this one")
-    points, together = grid.of_configs(configs), training_runs.checked(str(together))
+    runner, points = training_runs.checked(jobs, together), grid.of_configs(configs)
     try:
-        return _trained(points, Path(workdir), jobs, together, {"runs": [point.name for point in points]})[0]
+        return _trained(points, Path(workdir), {"runs": [point.name for point in points]}, **runner)[0]
     except workers.Interrupted as stopped:
         raise KeyboardInterrupt(*stopped.args) from None
 
 
 @versions.taken_once()
 @shared_programs()
-def _trained(points: list[grid.Point], folder: Path, jobs: int, together: str, about: dict) -> tuple[list[dict], dict]:
+def _trained(points: list[grid.Point], folder: Path, about: dict, **runner) -> tuple[list[dict], dict[str, str]]:
     """Train runs, and print and write their tables; the table, and the errors of those that failed, by name."""
     finished = {point.name for point in points if train.is_finished(point.config, folder / point.name)}
     with training_runs.claimed(folder, MARKER, about) as lock:
-        failed = training_runs.Runner(len(points), jobs, together, lock).train(points, finished, folder)
+        failed = training_runs.Runner(len(points), lock=lock, **runner).train(points, finished, folder)
     rows, groups = table(points, folder, failed), group_of(points)
     means = group_table(groups, points, rows)
     _print(rows)

@@ -88,9 +88,12 @@ def part_of(folder, name):
         ([*VARIANTS, "--learning_rates=1e-3,fast"], "--learning_rates=1e-3,fast: "),
         ([*VARIANTS, "--seeds=1"], "seeds"),
         (["--variants=nothing.py"], "nothing.py: "),
-        ([*VARIANTS, "--tasks=parety"], r"--tasks=parety \(did you mean parity\?\): expected some of text, recall"),
+        (
+            [*VARIANTS, "--tasks=parety"],
+            r"--tasks=parety: no such task \(did you mean parity\?\): expected some of text, recall",
+        ),
         ([*VARIANTS, "--tasks=parity"], "config.model.context = 16: 'task:parity' needs 40 or more"),
-        ([*VARIANTS, "--match_length=9"], "--match_length=9 is of --match=state"),
+        ([*VARIANTS, "--match_length=9"], "--match_length=9: it has no effect without match = state"),
     ],
 )
 def test_mistake_is_one_line_before_anything_starts(tmp_path, capsys, options, message):
@@ -203,7 +206,8 @@ def test_published_result_at_a_length_is_compared_with_chance_for_a_diverged_run
     [
         ({"seeds": 1}, "seeds = 1"),
         ({"match": "size"}, "match = 'size'"),
-        ({"together": 0}, "--together=0: expected"),
+        ({"together": 0}, "together = 0: expected"),
+        ({"jobs": -1}, "jobs = -1: expected"),
         ({"tasks": "copy"}, "expected a list"),
     ],
 )

@@ -190,7 +190,8 @@ def pages_with_python():
 
 
 @pytest.mark.parametrize("page", list(pages_with_python()))
-def test_python_blocks_of_a_page_run(page):
+def test_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = {}
     for n, block in enumerate(blocks(page, "python")):
         name = f"<{page.name} {n}>"

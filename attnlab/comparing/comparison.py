@@ -27,7 +27,7 @@ from attnlab.data.tasks import named
 from attnlab.nn import custom, versions
 from attnlab.nn.layer import LayerConfig
 from attnlab.support import tables, workers
-from attnlab.support.errors import UserError
+from attnlab.support.errors import ArgumentError, UserError
 from attnlab.support.files import read_json
 from attnlab.support.names import nearest
 from attnlab.sweeping import grid, training_runs
@@ -177,13 +177,11 @@ def compare(
     ([('softmax', 2), ('near', 2)], True)
     """
     if not isinstance(check, bool):
-        raise UserError(f"check = {check!r}: expected True or False")
+        raise ArgumentError("check", check, "expected True or False")
     arguments = {"seeds": seeds, "tuning_seeds": tuning_seeds, "learning_rates": learning_rates, "tasks": tasks}
     arguments |= {"match": match or "none", "match_length": match_length}
-    if not isinstance(jobs, int) or jobs < 0:
-        raise UserError(f"jobs = {jobs!r}: expected a number of processes, or 0 for this one")
     found = parts(*_given(config), variants, Path(workdir), **arguments)
-    options = {"jobs": jobs, "together": training_runs.checked(str(together)), "command": "attnlab.comparing.compare"}
+    options = training_runs.checked(jobs, together) | {"command": "attnlab.comparing.compare"}
     return run(found, Path(workdir), check=check, **options)
 
 
@@ -241,23 +239,24 @@ def parts(
     named_variants = variants_.of_values(variants)
     config.check_effects()
     if seeds < 2 or tuning_seeds < 1:
-        raise UserError(f"seeds = {seeds}, tuning_seeds = {tuning_seeds}: expected 2 or more, and 1 or more")
+        name, value, least = ("seeds", seeds, 2) if seeds < 2 else ("tuning_seeds", tuning_seeds, 1)
+        raise ArgumentError(name, value, f"expected {least} or more")
     if isinstance(tasks, str):
-        raise UserError(f"tasks = {tasks!r}: expected a list of names")
+        raise ArgumentError("tasks", tasks, "expected a list of names")
     if tasks and "data.name" in chosen:
-        raise UserError("--tasks choose config.data.name: name one of the two")
+        raise ArgumentError("tasks", [*tasks], "they choose config.data.name: name one of the two")
     if config.checkpoint.dir:
         raise UserError(f"config.checkpoint.dir = {config.checkpoint.dir}: runs cannot share it: remove it")
     if match not in table.COSTS:
-        raise UserError(f"match = {match!r}: expected one of {', '.join(variants_.SIZES)}, or None")
+        raise ArgumentError("match", match, f"expected one of {', '.join(variants_.SIZES)}, or None")
     if match_length is not None and match != "state":
-        raise UserError(f"--match_length={match_length} is of --match=state: leave it out")
+        raise ArgumentError("match_length", match_length, "it has no effect without match = state: remove it")
     config = config.changed({name: value for name, value in DEFAULTS.items() if name not in chosen})
     rates = [float(rate) for rate in learning_rates] or [
         float(f"{factor * config.optimizer.learning_rate:.2g}") for factor in FACTORS
     ]
     if len(set(rates)) < len(rates) or min(rates) <= 0:
-        raise UserError(f"--learning_rates={','.join(map(str, rates))}: expected different numbers above 0")
+        raise ArgumentError("learning_rates", rates, "expected different numbers above 0")
     fresh = config.seed + tuning_seeds
     seeds_of = {"tuning_seeds": tuple(range(config.seed, fresh)), "seeds": tuple(range(fresh, fresh + seeds))}
     found = []
@@ -280,11 +279,13 @@ def _tasks(tasks, known: Mapping) -> dict[str, dict[str, Any]]:
     """The fields of each task by name; {"": {}} for the config's text alone."""
     known, found = TASKS | dict(known) | (dict(tasks) if isinstance(tasks, Mapping) else {}), {}
     if len(set(tasks)) < len(tasks):
-        raise UserError(f"--tasks names {max(tasks, key=tasks.count)} twice: name each once")
+        raise ArgumentError("tasks", tasks, "name each once")
     for name in tasks:
         fields = {"data.name": name} if name.startswith(named.PREFIX) else known.get(name)
         if fields is None:
-            raise UserError(f"--tasks={name}{nearest(name, known)}: expected some of {', '.join(known)}")
+            raise ArgumentError(
+                "tasks", name, f"no such task{nearest(name, known)}: expected some of {', '.join(known)}"
+            )
         try:
             found[name] = variants_.fields_of(fields)
         except UserError as error:

@@ -170,8 +170,8 @@ def _matched(variant: Variant, base: RunConfig, vocab_size: int, of: str, wanted
     while (largest := size_at(high)) < wanted:
         if high > WIDEST:
             raise UserError(
-                f"--match={of}: {variant.name!r} has {largest:,.0f} at width {high:,}, the first one {wanted:,.0f}: no "
-                "width makes it as large; change its heads, or choose another --match"
+                f"variant {variant.name!r}: {of} = {largest:,.0f} at width {high:,}, of the first {wanted:,.0f}: no "
+                "width makes it as large; change its heads, or choose another size to match"
             )
         low, high = high, 2 * high
     while high - low > step:

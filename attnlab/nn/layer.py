@@ -1,7 +1,6 @@
 """The protocol of a layer: what blocks, stacks, `attnlab.see`, checks and user-defined layers speak."""
 
 import dataclasses
-import functools
 import inspect
 from typing import Any, ClassVar, NamedTuple
 
@@ -237,36 +236,13 @@ class LayerConfig:
     def check(self, model) -> None:
         """Raise FieldError for options that do not fit one another, or the model's."""
         try:
-            try:
-                _check_cache_of(self, _Sizes(model))
-            except TypeError:  # a field without a hash, as of a traced array
-                _check_cache_of.__wrapped__(self, _Sizes(model))
+            with jax.enable_x64(True):  # a model of float64 may be described where JAX has none
+                jax.eval_shape(lambda: self.make(model).init_cache(1, model.width, 1))
         except FieldError as error:
             if error.field == "num_heads" and self.heads is None:  # the model's
                 raise
             name = "heads" if error.field == "num_heads" else error.field
             raise FieldError(f"{self.kind}.{name}", error.value, error.expected) from None
-
-
-class _Sizes:
-    """A `ModelConfig`, equal to others of the same fields but for its layers and tokens."""
-
-    def __init__(self, model):
-        self.model, others = model, ("layers", "num_layers", "vocab_size", "padded_vocab_size")
-        self._key = tuple(value for name, value in vars(model).items() if name not in others)
-
-    def __eq__(self, other):
-        return self._key == other._key
-
-    def __hash__(self):
-        return hash(self._key)
-
-
-@functools.lru_cache(1024)
-def _check_cache_of(layer: LayerConfig, sizes: _Sizes) -> None:
-    """Raise FieldError unless a layer has a cache in a model of some sizes, which is traced once."""
-    with jax.enable_x64(True):  # a model of float64 may be described where JAX has none
-        jax.eval_shape(lambda: layer.make(sizes.model).init_cache(1, sizes.model.width, 1))
 
 
 def option_fields(module: type[Layer]) -> list[dataclasses.Field]:

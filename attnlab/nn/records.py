@@ -89,7 +89,7 @@ def of_value(value) -> Any:
         return value
     if isinstance(value, np.generic):  # whose type counts in products
         return of_value(np.asarray(value)) | {"scalar": True}
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple):
         return list(map(of_value, value))
     if isinstance(value, jax.Array | np.ndarray) and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return {"array": _sha256(value), "dtype": str(value.dtype), "shape": list(value.shape)}
@@ -149,7 +149,7 @@ def arrays_of(value) -> dict[str, np.ndarray]:
         return {_sha256(value): np.frombuffer(np.asarray(value).tobytes(), np.uint8)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
-    parts = map(arrays_of, value) if isinstance(value, tuple | list) else ()
+    parts = map(arrays_of, value) if isinstance(value, tuple) else ()
     return functools.reduce(lambda found, more: found | more, parts, {})
 
 

@@ -1,5 +1,14 @@
-"""The error that a command reports in one line, without a traceback."""
+"""The errors that a command reports in one line, without a traceback."""
 
 
 class UserError(ValueError):
     """An error that the user can fix; the message is one line: the value, what was expected, what to do."""
+
+
+class ArgumentError(UserError):
+    """An invalid argument of a function, `seeds = 1: expected …`, which a command calls by its flag, `--seeds=1`."""
+
+    def __init__(self, name: str, value, expected: str):
+        super().__init__(f"{name} = {value!r}: {expected}")
+        shown = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+        self.of_flag = f"--{name}={shown}: {expected}"

@@ -47,7 +47,7 @@ def points(grid: Sequence[str], base: RunConfig) -> list[Point]:
             raise UserError(f"--grid: {error}") from error
         values = {field: config.fields[field] for field in values}
         found.append(Point(name_of(values), values, config))
-    return _different(found)
+    return _different(found, "--grid")
 
 
 def of_configs(runs: Sequence[RunConfig]) -> list[Point]:
@@ -64,14 +64,14 @@ def of_configs(runs: Sequence[RunConfig]) -> list[Point]:
         config.check_effects()
         values = {field: _shown(value(config, field)) for field in varying}
         found.append(Point(name_of(values) or "run", values, config))
-    return _different(found)
+    return _different(found, "configs")
 
 
-def _different(found: list[Point]) -> list[Point]:
+def _different(found: list[Point], where: str) -> list[Point]:
     """The same runs; UserError for two that would share a folder."""
     names = [point.name for point in found]
     if len(set(names)) < len(names):
-        raise UserError(f"--grid names {max(names, key=names.count)} twice: give each value once")
+        raise UserError(f"{where} names {max(names, key=names.count)} twice: give each value once")
     folders = [point.config.checkpoint.dir for point in found if point.config.checkpoint.dir]
     if len(folders) > len(set(folders)):
         raise UserError(f"config.checkpoint.dir = {folders[0]}: runs cannot share it: leave it out")

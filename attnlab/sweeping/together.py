@@ -19,7 +19,7 @@ from attnlab import config as configs
 from attnlab.config import RunConfig
 from attnlab.nn import custom, records, versions
 from attnlab.support import files, paths, workers
-from attnlab.support.errors import UserError
+from attnlab.support.errors import ArgumentError, UserError
 from attnlab.training import processes
 from attnlab.training import run as runs
 from attnlab.training.preemption import PreemptionHandler
@@ -48,7 +48,7 @@ def write(runs: Mapping[str, RunConfig], file: Path) -> None:
     """
     content = {"code": custom.to_load([config.model for config in runs.values()])}
     content |= {"runs": {name: configs.to_tree(config) for name, config in runs.items()}}
-    np.savez(arrays := io.BytesIO(), **records.arrays_of([config.model.layers for config in runs.values()]))
+    np.savez(arrays := io.BytesIO(), **records.arrays_of(tuple(config.model.layers for config in runs.values())))
     paths.write_bytes(file.with_suffix(".npz"), arrays.getvalue())
     paths.write_text(file, json.dumps(content))
 
@@ -124,7 +124,7 @@ def _program(plans: Sequence[RunPlan], together: str, own_process: bool) -> tupl
     auto = len(plans) if jax.default_backend() != "cpu" and jax.device_count() == 1 else 1
     count = auto if together == AUTO else min(int(together), len(plans))
     if count > 1 and program.experiment.parallel.splits_state:
-        raise UserError(f"--together={together}: the mesh splits the state of each run: use --together=1")
+        raise ArgumentError("together", together, "the mesh splits the state of each run: expected 1")
     if own_process:
         program.experiment.compile_ahead(count if count > 1 else None)
     return program, count

@@ -8,13 +8,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
-from attnlab import config as configs
-from attnlab.config import RunConfig
 from attnlab.support import paths, workers
-from attnlab.support.errors import UserError
+from attnlab.support.errors import ArgumentError
 from attnlab.sweeping import together
 from attnlab.sweeping.grid import Point
 
@@ -30,11 +29,14 @@ def define(values) -> None:
     flags.DEFINE_string("together", together.AUTO, meaning, flag_values=values)
 
 
-def checked(value: str) -> str:
-    """The value of --together; UserError for one that is neither auto nor a number from 1."""
-    if value == together.AUTO or (value.isdecimal() and int(value)):
-        return value
-    raise UserError(f"--together={value}: expected auto, or the number of runs, 1 or more")
+def checked(jobs: int, together_: int | str) -> dict[str, Any]:
+    """The arguments `jobs` and `together` of a `Runner`; ArgumentError for others."""
+    if not isinstance(jobs, int) or jobs < 0:
+        raise ArgumentError("jobs", jobs, "expected a number of processes, or 0 for this one")
+    value = str(together_)
+    if value != together.AUTO and not (value.isdecimal() and int(value)):
+        raise ArgumentError("together", together_, "expected auto, or the number of runs, 1 or more")
+    return {"jobs": jobs, "together": value}
 
 
 @contextlib.contextmanager
@@ -129,15 +131,6 @@ def _groups(points: Sequence[Point], jobs: int) -> Iterator[list[Point]]:
     """Runs of one program, in up to `jobs` parts."""
     programs = {}
     for point in points:
-        programs.setdefault(_key(point.config.changed(SAME)), []).append(point)
+        programs.setdefault(point.config.changed(SAME), []).append(point)
     for alike in programs.values():
         yield from filter(None, (alike[part::jobs] for part in range(jobs)))
-
-
-def _key(config: RunConfig):
-    """A config, or its JSON where it has no hash."""
-    try:
-        hash(config)
-    except TypeError:
-        return configs.to_json(config)
-    return config

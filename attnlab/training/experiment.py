@@ -107,7 +107,7 @@ class Experiment:
         self._first = self  # whose programs these are
         if (programs := _PROGRAMS.get()) is not None:
             own = map(_hashable, (model, optimizer))
-            config = _hashable(_without_arguments(config)), passed.version(config)
+            config = _without_arguments(config), passed.version(config)
             key = *config, self.parallel, vocab_size, repr(extensions), *own
             self._first = programs.setdefault(key, self)
 

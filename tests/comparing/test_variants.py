@@ -141,7 +141,9 @@ def test_matched_widths_are_the_nearest_that_keep_heads_whole():
         assert variant.comparable == (distance(found) <= 0.05 * wanted)
 
 
-@pytest.mark.parametrize("head_dim, message", [(8, "'fixed' has [0-9,]+ at width .*: no width makes it"), (32, "")])
+@pytest.mark.parametrize(
+    "head_dim, message", [(8, "'fixed': state = [0-9,]+ at width .*: no width makes it"), (32, "")]
+)
 def test_width_is_not_changed_where_the_state_does_not_depend_on_it(head_dim, message):
     base = BASE.changed({"precision": "float32", "model.num_layers": 2, "model.context": 64})
     variants = of_values({"one": {}, "fixed": {"model.attention.head_dim": head_dim}})
