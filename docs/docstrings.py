@@ -1,5 +1,6 @@
-"""Fences the doctests of docstrings, which would be nested quotations in Markdown."""
+"""Fences the doctests of docstrings, which would be nested quotations in Markdown, and adds sentences of options."""
 
+import ast
 import re
 
 import griffe
@@ -14,3 +15,13 @@ class Doctests(griffe.Extension):
         """Changes a docstring as soon as it has been read."""
         if obj.docstring:
             obj.docstring.value = _DOCTEST.sub(lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value)
+
+    def on_class_members(self, *, cls, **_):
+        """Adds a line for each option to the attributes of its class, as `attnlab.support.options.documented` does."""
+        before, head, after = (cls.docstring.value if cls.docstring else "").partition("\nAttributes:")
+        attributes, blank, rest = after.partition("\n\n")
+        values = {name: str(member.value) for name, member in cls.members.items() if member.is_attribute}
+        calls = {name: ast.parse(x).body[0].value for name, x in values.items() if x.startswith("option(")}
+        lines = "".join(f"\n  {name}: {ast.literal_eval(call.args[0])}." for name, call in calls.items())
+        if head:
+            cls.docstring.value = f"{before}{head}{attributes.rstrip()}{lines}{blank}{rest}"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from attnlab import commands, experiments, train
+from attnlab import commands, experiments
 from attnlab import config as configs
 from attnlab.comparing import measuring, page, replication, report, table
 from attnlab.comparing import protocol as protocols
@@ -335,7 +335,7 @@ def _compare(part: Part, runner: training_runs.Runner) -> _Found:
     rates = {variant.name: protocols.chosen_rate(protocol, variant, folder) for variant in variants}
     final = {variant.name: protocol.final(variant, rates[variant.name][0]) for variant in variants}
     failed |= _train([point for points in final.values() for point in points], folder, runner)
-    finished = _finished(final, folder)
+    finished = _finished(final, folder, failed)
     trained = [points[0].config for points in final.values()]
     measured, raced = _measure(finished, folder, runner, trained)
     speeds = {name: raced.speeds[of[0].name] for name, of in finished.items()} if raced else {}
@@ -369,13 +369,13 @@ def _train(points, folder: Path, runner: training_runs.Runner) -> dict[str, str]
     return {name: error for name, error in failed.items() if not protocols.diverged(folder / name)}
 
 
-def _finished(final, folder: Path) -> dict[str, list[Path]]:
+def _finished(final, folder: Path, failed: Mapping[str, str]) -> dict[str, list[Path]]:
     """The folders of the finished runs of each variant that has some."""
     found = {}
     for name, points in final.items():
-        workdirs = [folder / point.name for point in points if train.is_finished(point.config, folder / point.name)]
-        found |= {name: workdirs} if workdirs else {}
-    return found
+        workdirs = [folder / point.name for point in points if point.name not in failed]
+        found[name] = [workdir for workdir in workdirs if not protocols.diverged(workdir)]
+    return {name: workdirs for name, workdirs in found.items() if workdirs}
 
 
 def _measure(

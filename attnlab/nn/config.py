@@ -31,7 +31,7 @@ from attnlab.nn.remat import REMAT
 from attnlab.nn.rotations import Rotary
 from attnlab.nn.stick_breaking import StickBreakingConfig
 from attnlab.support.names import nearest
-from attnlab.support.options import FieldError, changed, described, option, option_values, options, validate
+from attnlab.support.options import FieldError, changed, documented, option, option_values, options, validate
 from attnlab.types import DType
 
 _ATTENTION = (AttentionConfig, LocalConfig, ForgetConfig, DifferentialConfig, LatentConfig)
@@ -51,6 +51,11 @@ class ModelConfig:
     >>> config = ModelConfig.of(layers="gated_delta*3 attention", num_layers=8, attention={"window": 64})
     >>> [layer.kind for layer in config.layers], config.layer(7).window
     (['gated_delta', 'gated_delta', 'gated_delta', 'attention'], 64)
+
+    Attributes:
+      layers: the configs of one period of layers.
+      dtype: of the computation.
+      padded_vocab_size: rows of the tables of tokens; the rows after the tokens are padding. None for vocab_size.
     """
 
     vocab_size: int = option("tokens of the vocabulary, V", 256, low=1)
@@ -206,14 +211,7 @@ class ModelConfig:
         return "after" if isinstance(self.layer(number), SoftmaxConfig) else "before"
 
 
-ModelConfig.__doc__ += (
-    "\nAttributes:\n"
-    + described(options(ModelConfig))
-    + """
-  layers: the configs of one period of layers.
-  dtype: of the computation.
-  padded_vocab_size: rows of the tables of tokens; those after the tokens are padding. None for vocab_size."""
-)
+ModelConfig.__doc__ = documented(ModelConfig.__doc__, options(ModelConfig))
 
 
 def words_of(layers: str) -> list[str]:

@@ -42,10 +42,8 @@ class LatentAttention(checks.MaskedModule, Layer):
       nope_dim: N, features of a key without rotary position.
       rope_dim: D, rotated features, even.
       value_dim: V.
-      q_rank: Rq; None for queries from x.
       use_bias: whether `query_down`, `latent`, `rotary` and `out` add a bias.
-      mask, score_mod, impl, dropout_rate, rotary, kernel_init, out_kernel_init, dtype: see `MultiHeadAttention`.
-      scale: of the scores; None for 1/√(N + D).
+      mask, score_mod, dropout_rate, rotary, kernel_init, out_kernel_init, dtype: see `MultiHeadAttention`.
       norm_epsilon: of the latents' norms.
 
     >>> layer = LatentAttention(num_heads=2, kv_rank=6, nope_dim=4, rope_dim=2, value_dim=4, mask=Causal())
@@ -58,7 +56,7 @@ class LatentAttention(checks.MaskedModule, Layer):
     nope_dim: int
     rope_dim: int
     value_dim: int
-    q_rank: int | None = option("features of the latent of queries; None for queries without one", None, low=1)
+    q_rank: int | None = option("features of the latent of queries, Rq; None for queries from x", None, low=1)
     use_bias: bool = False
     mask: checks.MaskLike | None = None
     score_mod: object = None

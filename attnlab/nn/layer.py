@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from attnlab.nn.checks import MaskLike, check_lengths, check_segments
 from attnlab.ops.checks import known_keywords
 from attnlab.ops.masks import Mask
-from attnlab.support.options import FieldError, validate
+from attnlab.support.options import FieldError, documented, options, validate
 from attnlab.types import Array
 
 
@@ -77,6 +77,11 @@ class Layer(nn.Module):
     takes: ClassVar[tuple[str, ...] | None] = None  # a base class's options that the layer has; None for all
     value_residual = False  # whether it returns its values, and takes the first layer's
     dropout_rate = 0.0
+
+    def __init_subclass__(cls, **keywords):
+        super().__init_subclass__(**keywords)
+        own = {name: each for name, each in options(cls).items() if name in inspect.get_annotations(cls)}
+        cls.__doc__ = cls.__doc__ and documented(cls.__doc__, own)
 
     @property
     def drops(self) -> bool:
@@ -179,8 +184,8 @@ def _paths(leaves) -> str:
 class LayerConfig:
     """A kind of layer and its options, in a model. Subclasses are frozen dataclasses without a decorator.
 
-    The options are the fields that the layer's module declares by `option`, with the same defaults, and the fields of
-    the config itself, which stands in the layer's file. A field that is a `ClassVar` is no option.
+    The options are the fields that the layer's module declares by `option`, with the same defaults unless a field of
+    the config has another, and the config's own. The config stands in the layer's file. A `ClassVar` is no option.
 
     >>> class Identity(Layer):
     ...     def forward(self, x, context, cache=None):
@@ -203,6 +208,10 @@ class LayerConfig:
     def __init_subclass__(cls, of: type[Layer] | None = None, kind: str = ""):
         cls.kind = kind or cls.kind
         own = dict(inspect.get_annotations(cls))
+        for field in (*dataclasses.fields(cls), *option_fields(of or cls.module)):
+            default = vars(cls).get(field.name)  # another one of an option that a base or the module declares
+            if field.name in own and "option" in field.metadata and isinstance(default, bool | int | float | str):
+                setattr(cls, field.name, dataclasses.field(default=default, metadata=field.metadata))
         if of is not None:
             known, declared = {field.name for field in dataclasses.fields(cls)}, option_fields(of)
             missing = {field.name for field in option_fields(cls.module)} - {field.name for field in declared}

@@ -38,28 +38,17 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
 
     Attributes:
       num_heads: H.
-      head_dim: D; None for input width / H.
       out_features: width of the output; None for the input's.
-      kv_heads: Hk, key and value heads; None for H. Must divide H (grouped queries, Ainslie et al. 2023).
       use_bias: whether the projections add a bias.
-      qkv_bias: whether the query, key and value projections add a bias; None for `use_bias`.
       mask: which keys each query may attend to; and-ed with the mask of the call. A bool array counts as
         `masks.Dense`. Pass masks with traced arrays to the call.
-      score_mod, impl: see `attnlab.attention`; a function `fn(score, b, h, i, j)` counts as a `ScoreFn`.
+      score_mod: see `attnlab.attention`; a function `fn(score, b, h, i, j)` counts as a `ScoreFn`.
       dropout_rate: probability of dropping an attention weight.
       rotary: rotary positions of queries and keys, or their base alone; None for no rotary positions.
-      qk_norm: normalize queries and keys over D, without biases (`query_ln`, `key_ln`, like Flax's `normalize_qk`).
-      qk_norm_joint: over the features of all heads of a token together (OLMo Team 2024, section 3.2).
       norm, norm_epsilon: of `qk_norm`: "layer", "rms" or "rms_plus_one", and ε.
-      scale: of the scores; None for 1/√D.
-      value_residual: in a model, mix the values with the first layer's (Zhou et al. 2024, equation 5), by a learned
-        share `value_share` that starts at ½.
-      sinks: one learned extra logit per head, `sinks` `[H]`.
       forget_gate: add c_i − c_j to the scores after other score mods, c the running sum of log σ(forget(x)) over the
         tokens in their order in the array, computed in float32 (Lin et al. 2025, section 3); `forget/kernel` `[F, H]`
         and `forget/bias` `[H]`. Meant for a causal mask without rotary positions. Self-attention only.
-      output_gate: multiply the heads' outputs by σ(gate(x)) (Qiu et al. 2025, section 2.2), `gate/kernel` `[F, H, D]`,
-        with a bias where queries have one.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; the input's when None.
 
@@ -81,26 +70,35 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
     num_heads: int
     head_dim: int | None = option("features of a head, D; None for width / num_heads", None, low=1)
     out_features: int | None = None
-    kv_heads: int | None = option("key and value heads, a divisor of num_heads; None for num_heads", None, low=1)
+    kv_heads: int | None = option(
+        "key and value heads, Hk, a divisor of num_heads (Ainslie et al. 2023); None for num_heads", None, low=1
+    )
     use_bias: bool = True
     qkv_bias: bool | None = option("biases of queries, keys and values; None for use_bias", None)
     mask: checks.MaskLike | None = None
     score_mod: object = None
     dropout_rate: float = 0.0
     rotary: float | Rotary | None = None
-    qk_norm: bool = option("normalize queries and keys, which keeps large learning rates stable", False)
-    sinks: bool = option("a learned extra logit for each head, see attnlab.attention", False)
+    qk_norm: bool = option(
+        "normalize queries and keys over D, without biases (query_ln, key_ln), which keeps large learning rates stable",
+        False,
+    )
+    sinks: bool = option("a learned extra logit for each head, sinks [H], see attnlab.attention", False)
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     out_kernel_init: nn.initializers.Initializer | None = None
     dtype: DType | None = None
     impl: str = option("backend of the operator", "auto", choices=("auto", *implementations()))
-    qk_norm_joint: bool = option("qk_norm over the features of all heads together", False)
+    qk_norm_joint: bool = option("qk_norm over the features of all heads together (OLMo Team 2024, 3.2)", False)
     norm: str = "layer"
     norm_epsilon: float = 1e-6
     scale: float | None = option("factor of attention logits; None for 1/√head_dim", None, low=1e-9, high=1e6)
-    value_residual: bool = option("mix the values of each layer with the first layer's (Zhou et al. 2024)", False)
+    value_residual: bool = option(
+        "mix the values with the first layer's (Zhou et al. 2024, equation 5), by a learned share, ½ at first", False
+    )
     forget_gate: bool = False
-    output_gate: bool = option("multiply the outputs of heads by a learned gate (Qiu et al. 2025)", False)
+    output_gate: bool = option(
+        "multiply the outputs of heads by σ(gate(x)) (Qiu et al. 2025, section 2.2), gate/kernel [F, H, D]", False
+    )
 
     operator: ClassVar[str | None] = "attention"
 
@@ -322,7 +320,7 @@ class SoftmaxConfig(LayerConfig):
 class AttentionConfig(SoftmaxConfig, of=MultiHeadAttention, kind="attention"):
     """Softmax attention."""
 
-    qk_norm: bool = option("normalize queries and keys, which keeps large learning rates stable", True)
+    qk_norm: bool = True
 
     def shared(self, model):
         shared, heads = super().shared(model), self.num_heads(model)

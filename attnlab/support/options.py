@@ -189,6 +189,9 @@ def check_effects(declared: Mapping[str, Option], values: Mapping[str, Any]) -> 
                 raise FieldError(name, values[name], f"it has no effect with {other} = {beside!r}: {remedy}")
 
 
-def described(declared: Mapping[str, Option]) -> str:
-    """A line for each option, as in the "Attributes" of a docstring."""
-    return "\n".join(f"  {name}: {each.doc}." for name, each in declared.items())
+def documented(doc: str, declared: Mapping[str, Option]) -> str:
+    """A docstring with a line for each option at the end of its "Attributes"."""
+    before, head, after = doc.partition("\n    Attributes:")
+    attributes, blank, rest = after.partition("\n\n")
+    lines = "".join(f"\n      {name}: {each.doc}." for name, each in declared.items())
+    return f"{before}{head}{attributes.rstrip()}{lines}{blank}{rest}" if head else doc

@@ -20,8 +20,6 @@ class CausalConv(CausalMixer):
 
     Attributes:
       features: d, width of the output; None for the input's.
-      kernel_size: k.
-      dilation: distance between the tokens of the kernel.
       dtype: type of the computation; the input's when None.
 
     >>> block = Block(CausalConv(kernel_size=3, dilation=2), Mlp())
@@ -30,7 +28,7 @@ class CausalConv(CausalMixer):
     """
 
     features: int | None = None
-    kernel_size: int = option("tokens of the kernel", 4, low=1)
+    kernel_size: int = option("tokens of the kernel, k", 4, low=1)
     dilation: int = option("distance between the tokens of the kernel", 1, low=1)
     dtype: DType | None = None
 

@@ -20,7 +20,6 @@ class GatedConv(CausalMixer):
     Its cache holds the last W − 1 inputs, `[B, W − 1, F]`.
 
     Attributes:
-      kernel_size: W, tokens of the kernel, the last the token itself.
       dtype: type of the computation; the input's when None.
 
     >>> block = Block(GatedConv(kernel_size=3), Mlp())
@@ -28,7 +27,7 @@ class GatedConv(CausalMixer):
     (2, 5, 8)
     """
 
-    kernel_size: int = option("tokens of the kernel", 4, low=1)
+    kernel_size: int = option("tokens of the kernel, W, the last the token itself", 4, low=1)
     dtype: DType | None = None
 
     def mix(self, x, state, context):

@@ -3,7 +3,6 @@
 from attnlab.nn.layer import LayerOut
 from attnlab.nn.mixers.delta_rule import DeltaRule
 from attnlab.nn.mixers.interface import MixerState, RecurrentConfig
-from attnlab.support.options import option
 
 
 class GatedDeltaNet(DeltaRule):
@@ -47,7 +46,7 @@ class GatedDeltaConfig(RecurrentConfig, of=GatedDeltaNet, kind="gated_delta"):
 class DeltaConfig(GatedDeltaConfig, kind="delta"):
     """DeltaNet."""
 
-    gate: bool = option("multiply outputs by a gate", False)
+    gate: bool = False
 
     def shared(self, model):
         return super().shared(model) | {"decay": False}

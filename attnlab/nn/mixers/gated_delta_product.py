@@ -19,16 +19,16 @@ class GatedDeltaProduct(DeltaRule):
     Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolutions.
 
     Attributes: as `GatedDeltaNet` without `decay`, and
-      steps: n; head h has the keys h · n to h · n + n − 1 of `key/kernel` `[F, H · n, K]`, and so the values and β.
-      negative_eigenvalues: β up to 2, as in the paper, whose state tracking needs it.
 
     >>> block = Block(GatedDeltaProduct(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
     (2, 5, 8)
     """
 
-    steps: int = option("steps of the delta rule a token", 2, low=1)
-    negative_eigenvalues: bool = option("β of the delta rule up to 2 (Grazzi et al. 2025), not 1", True)
+    steps: int = option(
+        "steps of the delta rule a token, n; head h has the keys h·n to h·n + n − 1, and so the values and β", 2, low=1
+    )
+    negative_eigenvalues: bool = option("β up to 2, as in the paper, whose state tracking needs it", True)
 
     def mix(self, x, state, context):
         q, k, v, conv = self._projected(x, state, context)

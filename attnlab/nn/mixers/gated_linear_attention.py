@@ -19,9 +19,7 @@ class GatedLinearAttention(RecurrentMixer):
 
     Attributes: as `RecurrentMixer`, and
       key_dim: K; None for half the input width / H.
-      gate: whether there is an output gate.
       rank: of the projection to decays.
-      norm_epsilon: ε of the norm of the outputs.
 
     >>> block = Block(GatedLinearAttention(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

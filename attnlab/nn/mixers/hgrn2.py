@@ -24,7 +24,6 @@ class HGRN2(RecurrentMixer):
 
     Attributes: as `RecurrentMixer`, and
       layers: L, of the model; None for b = 0 and no `lower_bound`.
-      norm_epsilon: ε of the norm of the outputs.
 
     >>> block = Block(HGRN2(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

@@ -105,8 +105,6 @@ class RecurrentMixer(CausalMixer):
 
     Attributes:
       num_heads: H.
-      key_dim: K; None for input width / H.
-      value_dim: V; None for input width / H.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; the input's when None. Decays and states are float32.
 
@@ -124,8 +122,10 @@ class RecurrentMixer(CausalMixer):
     """
 
     num_heads: int = 1
-    key_dim: int | None = option("features of a key; None for the mixer's default", None, low=1)
-    value_dim: int | None = option("features of a value; None for the mixer's default", None, low=1)
+    key_dim: int | None = option(
+        "features of a key, K; None for the mixer's default, width / H where it names none", None, low=1
+    )
+    value_dim: int | None = option("features of a value, V; None likewise", None, low=1)
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     out_kernel_init: nn.initializers.Initializer | None = None
     dtype: DType | None = None

@@ -27,17 +27,14 @@ class Mamba2(RecurrentMixer):
       num_heads: groups of heads that share B and C.
       key_dim: K, the size of the state of a feature; None for 128, or half the input width where that is less.
       value_dim: V; None for twice the input width / HV.
-      value_heads: HV, a multiple of num_heads; None for num_heads.
-      conv: W, tokens of the convolution, 1 or more.
-      norm_epsilon: ε of the norm of the outputs.
 
     >>> block = Block(Mamba2(value_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
     (2, 5, 8)
     """
 
-    value_heads: int | None = option("heads of values, a multiple of heads; None for heads", None, low=1)
-    conv: int = option("tokens of the short convolution", 4, low=1)
+    value_heads: int | None = option("heads of values, HV, a multiple of heads; None for heads", None, low=1)
+    conv: int = option("tokens of the short convolution, W", 4, low=1)
     norm_epsilon: float = option("ε of the norm of the outputs", 1e-5, low=1e-30, high=1)
 
     @property

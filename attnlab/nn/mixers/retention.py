@@ -24,9 +24,7 @@ class Retention(RecurrentMixer):
     Attributes: as `RecurrentMixer`, and
       key_dim: K, even; None for input width / H.
       value_dim: V; None for twice the input width / H.
-      gate: whether there is an output gate.
       base: of the rotary positions.
-      norm_epsilon: ε of the norm of the outputs.
 
     >>> block = Block(Retention(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
