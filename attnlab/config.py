@@ -338,9 +338,13 @@ class RunConfig:
 
     def check_effects(self) -> None:
         """Raise UserError for a field that is set, although others take its effect."""
-        values = self.fields
         try:
-            check_effects({name: each for name, each in declared().items() if name in values}, values)
+            check_effects(options(RunConfig), option_values(self))
+            for layer in self.model.layers:
+                try:
+                    check_effects(options(type(layer)), option_values(layer))
+                except FieldError as error:
+                    raise error.within(f"model.{layer.kind}") from None
         except FieldError as error:
             raise UserError(f"config.{error}") from None
 

@@ -77,6 +77,10 @@ def copy(tmp_path):
         ([QUICKSTART, "--config.batch_size=10"], r"batch_size = 10 .*4 × 1"),
         ([QUICKSTART, "--config.log.profile=100"], r"log.profile = '100': .*FIRST:LAST.* = 2000"),
         ([QUICKSTART, "--config.log.profile=1990:2001"], r"log.profile = '1990:2001': .*FIRST:LAST.* = 2000"),
+        (
+            [QUICKSTART, "--config.model.layers[0].window=8"],
+            r"layers\[0\].window is for Python alone, RunConfig.changed",
+        ),
         ([QUICKSTART, "--eval_only"], r"no run to evaluate"),
     ],
 )
@@ -95,6 +99,7 @@ def test_train_with_an_invalid_option_is_one_line(mistake, tmp_path, monkeypatch
         ("config", "def get_config(:", "SyntaxError"),
         ("config", "def get_config(): return 1 / 0", "ZeroDivisionError: division by zero"),
         ("config", "def get_config(): return 3", r"get_config\(\) returned 3"),
+        ("config", "x = 3", r"--config=mine.py: it has no function get_config: return a modified"),
         ("config", f"{DEFAULT}; c.optimizer.learning_rat = 3.0; return c", "learning_rat .*did you mean optimizer.lea"),
         ("config", f"{DEFAULT}; c.model = dict(width=64); return c", "config.model.vocab_size is missing"),
     ],

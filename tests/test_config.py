@@ -220,6 +220,14 @@ def test_layers_of_a_kind_change_together_by_its_name_and_one_by_its_place():
     assert [getattr(layer, "window", 0) for layer in hybrid.model.layers] == [0, 0, 0, 16]
 
 
+def test_option_of_one_layer_without_effect_is_an_error():
+    config = RunConfig.of({"model.layers": "attention*2", "model.layers[1].rotary.factor": 4.0})
+    with pytest.raises(
+        UserError, match="^config.model.attention.rotary.factor = 4.0: it has no effect with scaling = "
+    ):
+        config.check_effects()
+
+
 def test_width_and_heads_that_fit_one_another_alone_are_changed_at_once():
     config = RunConfig.of({"model.width": 96, "model.num_heads": 6})
     assert config.changed({"model.num_heads": 5, "model.width": 80}).model.width == 80

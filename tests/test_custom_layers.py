@@ -12,8 +12,9 @@ import pytest
 
 import attnlab
 from attnlab import compare, comparing, sample, train
-from attnlab.masks import SlidingWindow
-from attnlab.nn import custom
+from attnlab import config as configs
+from attnlab.masks import Dense, SlidingWindow
+from attnlab.nn import AttentionConfig, custom
 from attnlab.nn.config import KINDS
 from attnlab.score_mods import ScoreFn, SoftCap
 from attnlab.see.__main__ import main as see
@@ -109,6 +110,25 @@ def test_train_takes_layers_mask_and_score_mod(tmp_path, capsys):
     assert attnlab.load(tmp_path / "layers").model.config.layers[0].module is Doubling
     with pytest.raises(UserError, match="score_mod= is for attention, and layers of Doubling have none: leave it out"):
         train.train(config, tmp_path / "both", layers=Doubling, score_mod=SoftCap(5.0))
+
+
+def test_run_of_two_layers_of_a_kind_and_a_mask_resumes_and_is_read_by_commands(tmp_path, capsys):
+    masked = AttentionConfig(mask=SlidingWindow(left=3) | Dense(np.eye(16, dtype=bool)))
+    config = configs.completed(quick(steps=2)).changed({"model.layers": (AttentionConfig(window=4), masked)})
+    config = config.changed({"model.num_layers": 2})
+    train.train(config, tmp_path / "run")
+    assert (
+        attnlab.load(tmp_path / "run").model.config.layers == config.model.layers == (AttentionConfig(window=4), masked)
+    )
+    assert train.is_finished(config, tmp_path / "run")
+    with pytest.raises(UserError, match=r"another config .config.model.layers\[0\].window = 8, there it was 4"):
+        train.train(config.changed({"model.layers[0].window": 8}), tmp_path / "run")
+    capsys.readouterr()
+    assert train.main(["train", f"--workdir={tmp_path}/run", "--config.steps=3", "--config.log.every=1"]) == 0
+    assert sample.main(["sample", f"--workdir={tmp_path}/run", "--max_tokens=3"]) == 0
+    assert attnlab.load(tmp_path / "run", 3).model.config.layers[1] == masked
+    assert train.main(["train", f"--workdir={tmp_path}/run", "--config.model.attention.window=8"]) == 2
+    assert "another config (config.model.layers[0].window = 8, there it was 4)" in capsys.readouterr().err
 
 
 FACTOR = 0.1
