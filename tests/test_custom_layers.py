@@ -13,10 +13,10 @@ import pytest
 import attnlab
 from attnlab import compare, comparing, sample, train
 from attnlab import config as configs
-from attnlab.masks import Dense, SlidingWindow
+from attnlab.masks import PrefixLM, SlidingWindow
 from attnlab.nn import AttentionConfig, custom
 from attnlab.nn.config import KINDS
-from attnlab.score_mods import ScoreFn, SoftCap
+from attnlab.score_mods import RelativeBias, ScoreFn, SoftCap
 from attnlab.see.__main__ import main as see
 from attnlab.support.errors import UserError
 from tests.nn.user_parts import SOURCE, Doubling, forget
@@ -113,7 +113,8 @@ def test_train_takes_layers_mask_and_score_mod(tmp_path, capsys):
 
 
 def test_run_of_two_layers_of_a_kind_and_a_mask_resumes_and_is_read_by_commands(tmp_path, capsys):
-    masked = AttentionConfig(mask=SlidingWindow(left=3) | Dense(np.eye(16, dtype=bool)))
+    bias = RelativeBias(np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3))
+    masked = AttentionConfig(mask=SlidingWindow(left=3) | PrefixLM(2), score_mod=bias)
     config = configs.completed(quick(steps=2)).changed({"model.layers": (AttentionConfig(window=4), masked)})
     config = config.changed({"model.num_layers": 2})
     train.train(config, tmp_path / "run")
