@@ -34,7 +34,7 @@ from attnlab.study.report import mean_and_margin
 from attnlab.support import paths, tables, workers
 from attnlab.support.errors import UserError
 from attnlab.sweeping import grid, training_runs
-from attnlab.training.experiment import shared_programs
+from attnlab.training.program import shared_programs
 
 MARKER, TABLE, GROUPS, PLOT = "sweep.json", "runs.csv", "groups.csv", "runs.png"
 LOSSES, COUNTS = ("loss", "best_loss", "mean_loss", "low", "high"), ("best_step", "steps", "tokens_per_second")

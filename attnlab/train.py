@@ -43,10 +43,10 @@ from attnlab.support import status
 from attnlab.support.errors import UserError
 from attnlab.training import metrics, processes
 from attnlab.training import run as runs
-from attnlab.training import trainer as trainers
 from attnlab.training.checkpoints import OnPhase
 from attnlab.training.loading import Run, load
-from attnlab.training.passed import NOTHING, Passed, with_parts
+from attnlab.training.loop import TrainLoop
+from attnlab.training.overrides import NOTHING, Overrides, with_parts
 from attnlab.training.preemption import PreemptionHandler, exit_peer_lost, is_peer_lost
 from attnlab.training.trackers import NewTracker
 from attnlab.training.workdir import read_run
@@ -75,13 +75,13 @@ class TrainedRun(NamedTuple):
       loss: on the validation text, nats per token, at the end of training, or of the evaluation; None where a signal
         stopped the run, and after training in all processes but the first, which writes the records.
       signal: the number of the signal that stopped and saved it; 0 for none.
-      passed: the user's model and optimizer.
+      overrides: the user's model and optimizer.
     """
 
     workdir: Path
     loss: float | None
     signal: int
-    passed: Passed
+    overrides: Overrides
 
     @property
     def records(self) -> list[dict]:
@@ -90,7 +90,7 @@ class TrainedRun(NamedTuple):
 
     def load(self, step: int | str = "latest") -> Run:
         """`attnlab.load` of the run, with the user's model."""
-        return load(self.workdir, step, model=self.passed.model)
+        return load(self.workdir, step, model=self.overrides.model)
 
 
 def train(
@@ -152,24 +152,27 @@ def train(
     for name, value in parts.items():
         if model is not None and value is not None:
             raise UserError(f"{name}= is for the config's GPT, and model= takes its place: leave one of them out")
-    config, passed = with_parts(configs.completed(config), **parts), Passed(model, optimizer)
+    config, overrides = with_parts(configs.completed(config), **parts), Overrides(model, optimizer)
     hooks = {"on_step": on_step, "on_phase": on_phase, "tracker": tracker}
-    return _train(config, workdir, passed, eval_only=eval_only, **hooks)
+    return _train(config, workdir, overrides, eval_only=eval_only, **hooks)
 
 
 @versions.taken_once()
-def _train(config, workdir, passed=NOTHING, *, eval_only, own_process=False, on_step=None, **hooks) -> TrainedRun:
+def _train(config, workdir, overrides=NOTHING, *, eval_only, own_process=False, on_step=None, **hooks) -> TrainedRun:
     """`train`; in a process of its own a signal before the first step, and a second one, end it."""
-    plan = runs.resolve(config, workdir, eval_only=eval_only, passed=passed)
+    plan = runs.resolve(config, workdir, eval_only=eval_only, overrides=overrides)
     if plan.origin == "finished":
         _print_finished(plan)
         return _trained(plan)
     with PreemptionHandler(own_process, plan.config.parallel.timeout) as preemption:
         try:
-            with runs.open(plan, eval_only=eval_only, own_process=own_process, **hooks) as run:
+            with runs.open_run(plan, eval_only=eval_only, own_process=own_process, **hooks) as run:
                 if eval_only:
-                    return TrainedRun(plan.workdir.path, _evaluated(run), 0, passed)
-                code = trainers.Trainer([run], preemption, on_step, hooks.get("on_phase", contextlib.nullcontext)).run()
+                    return TrainedRun(plan.workdir.path, _evaluated(run), 0, overrides)
+                loop = TrainLoop([run], preemption, on_step, hooks.get("on_phase", contextlib.nullcontext))
+                code = loop.run()
+            for error in loop.errors.values():
+                raise error
             return _trained(plan, code)
         except (jax.errors.JaxRuntimeError, TimeoutError, ValueError) as error:
             if own_process and jax.process_count() > 1 and is_peer_lost(error):
@@ -179,7 +182,7 @@ def _train(config, workdir, passed=NOTHING, *, eval_only, own_process=False, on_
 
 def _trained(plan: runs.RunPlan, code: int = 0) -> TrainedRun:
     """The run as its folder has it; the exit code is 0, or 128 + the number of the signal that stopped it."""
-    found = TrainedRun(plan.workdir.path, None, code % 128, plan.passed)
+    found = TrainedRun(plan.workdir.path, None, code % 128, plan.overrides)
     return found if code or jax.process_index() else found._replace(loss=found.records[-1]["loss"])
 
 
@@ -196,11 +199,12 @@ def _print_finished(plan: runs.RunPlan) -> None:
         print(f"{plan.workdir} is finished ({plan.finished} steps): nothing to do{early}")
 
 
-def _evaluated(run: runs.Run) -> float:
+def _evaluated(run: runs.OpenRun) -> float:
     """The loss of a state on the validation text, which the first process prints."""
     if jax.process_index() == 0:
         status.show("evaluating")
-    scores = trainers.evaluate(run)
+    (scores,) = run.program.evaluate(run.state.evaluated, run.text.validation)
+    scores |= run.text.bits_of(scores["loss"])
     status.clear()
     if jax.process_index() == 0:
         for step, why in run.damaged.items():

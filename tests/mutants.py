@@ -50,10 +50,10 @@ EXCLUDED = {
     ("ops/schedule.py", "(128, 256, 512, 1024), max_scores", ""): "tiles of any size are right; no accelerator is here",
     ("testing/check.py", "for length in (2, 3, 5, 8)", ""): "any lengths that grow find a small call",
     ("training/optimizer.py", "jnp.minimum(weight, 1)", "1 -> 2"): "a weight exceeds 1 by its rounding alone",
-    ("training/trainer.py", "if not config.eval.patience or not self._evaluates(step)", ""): (
+    ("training/loop.py", "if not config.eval.patience or not self._evaluates(step)", ""): (
         "records change at evaluations alone, none stall without patience, and the last step ends a run anyway"
     ),
-    ("training/trainer.py", "first, requested = step == self.start", ""): "of which the terminal has a line",
+    ("training/loop.py", "first, requested = step == self.start", ""): "of which the terminal has a line",
 }
 
 SWAPS = {

@@ -22,7 +22,7 @@ import pytest
 from attnlab import config as configs
 from attnlab import train
 from attnlab.support import workers
-from attnlab.training import experiment
+from attnlab.training import program
 from attnlab.training.checkpoints import Checkpoints, sha256
 
 REPOSITORY = Path(__file__).parents[1]
@@ -142,7 +142,7 @@ def crash_at(step):
 # --- runs that share their programs
 
 # Tracing them is most of a start's time. What a new process computes is tested with processes.
-sharing = functools.partial(experiment.shared_programs, {})
+sharing = functools.partial(program.shared_programs, {})
 
 
 @functools.cache

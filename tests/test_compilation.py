@@ -83,7 +83,7 @@ import jax, jax.numpy as jnp, numpy as np
 from attnlab import compilation
 from attnlab.config import RunConfig
 from attnlab.data.batches import Batch
-from attnlab.training.experiment import Experiment
+from attnlab.training.program import TrainProgram
 
 if "command" in sys.argv:
     compilation.keep_programs()
@@ -101,9 +101,9 @@ class Model(flax.linen.Module):  # whose loss is log 2 where the largest error o
         return 100 * error * jnp.stack([jnp.zeros(tokens.shape), jnp.ones(tokens.shape)], axis=-1)
 
 config = RunConfig.of({"model.context": 8, "batch_size": 1, "parallel.mesh.data": 1})
-experiment = Experiment(config, 2, model=Model())
+experiment = TrainProgram(config, 2, model=Model())
 batch = Batch(np.zeros((1, 9), np.int32), np.zeros(1, np.int32), np.ones(1, np.float32))
-loss = experiment.eval_step(experiment.create_state().params, experiment.parallel.place_batch(batch))[0] / 8
+loss = experiment.eval_step()(experiment.create_state().params, experiment.parallel.place_batch(batch))[0] / 8
 print(abs(jax.jit(norms)(ROWS) - EXACT).max() < 1e-3, abs(loss - np.log(2)) < 1e-3)
 """
 

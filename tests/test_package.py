@@ -88,6 +88,21 @@ def test_imports_only_go_down():
                 assert floor_of[other] < floor_of[unit], f"{name} imports from {other}"
 
 
+def test_classes_that_other_folders_import_have_names_of_their_own():
+    """Or come from one place: `Run` is another thing in `attnlab.see`, which alone imports it."""
+    classes = {}
+    for name, path in SOURCES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes.setdefault(node.name, set()).add(name)
+    for called, modules in classes.items():
+        imported = set()
+        for module in modules:
+            elsewhere = {name for name, found in IMPORTS.items() if f"{module}.{called}" in found}
+            imported |= {module for name in elsewhere if name.split(".")[1] != module.split(".")[1]}
+        assert len(imported) < 2, f"{called} is the name of classes of {', '.join(sorted(imported))}"
+
+
 def test_lower_floors_import_only_these_libraries():
     for name, imported in IMPORTS.items():
         for unit in {*name.split(".")[1:2]} & {*IMPORTABLE}:

@@ -20,7 +20,7 @@ import attnlab
 from attnlab import train
 from attnlab.support.errors import UserError
 from attnlab.training.checkpoints import sha256
-from attnlab.training.experiment import Experiment
+from attnlab.training.program import TrainProgram
 from attnlab.training.run import resolve
 from tests import runs
 from tests.nn.user_parts import SOURCE
@@ -106,7 +106,7 @@ def test_profile_has_the_steps_that_were_asked_for(with_history):
 
 
 def test_failing_sample_does_not_cost_the_record(tmp_path, undisturbed, monkeypatch, capsys):
-    monkeypatch.setattr("attnlab.training.trainer.generate", lambda *_, **__: (1 / 0 for _ in "a"))
+    monkeypatch.setattr("attnlab.training.members.generate", lambda *_, **__: (1 / 0 for _ in "a"))
     train.train(runs.quick(sample__every=8), tmp_path)
     assert "no sample at step 12 (division by zero)" in capsys.readouterr().out
     assert runs.records(tmp_path) == runs.records(undisturbed)
@@ -116,7 +116,7 @@ def test_history_begins_untrained_and_changes_no_bit(undisturbed, with_history):
     assert runs.records(with_history) == runs.records(undisturbed)
     assert set(runs.kept(with_history)) == {0, 1, 2, 5, 12} | set(runs.kept(undisturbed))
     first = attnlab.load(with_history, step=0)
-    untrained = Experiment(resolve(runs.quick()).config, first.tokenizer.vocab_size).create_state()
+    untrained = TrainProgram(resolve(runs.quick()).config, first.tokenizer.vocab_size).create_state()
     assert sha256(first.params["params"]) == sha256(untrained.params)
     assert len({sha256(attnlab.load(with_history, step=step).params["params"]) for step in (0, 1, 12)}) == 3
 

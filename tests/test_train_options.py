@@ -21,7 +21,7 @@ from attnlab.data import tokenizers
 from attnlab.support.errors import UserError
 from attnlab.training import precision
 from attnlab.training.checkpoints import Checkpoints, sha256
-from attnlab.training.experiment import Experiment
+from attnlab.training.program import TrainProgram
 from tests import runs
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -227,7 +227,7 @@ def test_muon_that_is_saved_on_one_device_goes_on_over_four(muon, tmp_path):
 
 def test_muon_and_the_average_are_sharded_as_their_parameters():
     """Four devices hold shares of all that has the shape of a kernel."""
-    state = Experiment(configs.completed(runs.quick(**OVER_FOUR)), vocab_size=95).abstract_state
+    state = TrainProgram(configs.completed(runs.quick(**OVER_FOUR)), vocab_size=95).abstract_state
     leaves = jax.tree_util.tree_leaves_with_path(state)
     kernels = [leaf for path, leaf in leaves if "kernel" in jax.tree_util.keystr(path)]
     assert len(kernels) == 3 * 6  # of parameters, momentum and average
@@ -256,7 +256,7 @@ def test_average_is_evaluated_and_loaded_while_training_goes_on_without_it(tmp_p
         return attnlab.load(tmp_path / "run", step, **BIGRAM).params["params"]["Embed_0"]["embedding"]
 
     vocab_size = attnlab.load(tmp_path / "run", **BIGRAM).tokenizer.vocab_size
-    like = Experiment(configs.completed(config), vocab_size, **BIGRAM).abstract_state
+    like = TrainProgram(configs.completed(config), vocab_size, **BIGRAM).abstract_state
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
     raw = [np.asarray(checkpoints.restore(n, like).params["Embed_0"]["embedding"], np.float64) for n in range(7)]
     for step in (1, 4, 6):

@@ -33,7 +33,7 @@ from attnlab.support.names import nearest
 from attnlab.sweeping import grid, training_runs
 from attnlab.testing.layer import check_layer
 from attnlab.training import text as texts
-from attnlab.training.experiment import shared_programs
+from attnlab.training.program import shared_programs
 
 MARKER = "comparison.json"
 # Where the config does not say otherwise: samples would be compiled for each variant.

@@ -26,7 +26,7 @@ from attnlab.support import paths, provenance
 from attnlab.support.errors import UserError
 from attnlab.training import flops, precision, state
 from attnlab.training import text as texts
-from attnlab.training.experiment import Experiment
+from attnlab.training.program import TrainProgram
 from attnlab.training.workdir import Workdir
 
 FURTHEST = 4  # context at which losses are measured, over the training's
@@ -60,10 +60,10 @@ def measured(workdirs: list[Path]) -> dict:
 
 def _costs(run: loading.Run) -> dict:
     config, model = run.config, run.model
-    experiment = Experiment(config, run.tokenizer.vocab_size)
-    memory = experiment.lower().compile().memory_analysis()
+    program = TrainProgram(config, run.tokenizer.vocab_size)
+    memory = program.lower().compile().memory_analysis()
     found = {
-        "parameters": experiment.parameters,
+        "parameters": program.parameters,
         "flops_per_token_train": flops.per_token(model, config.model.context),
         "flops_per_token_decode": flops.per_decoded_token(model, config.model.context),
         "peak_memory_bytes": memory.temp_size_in_bytes

@@ -16,7 +16,7 @@ from attnlab.data.tasks.task_batches import HeldOutBatches
 from attnlab.support.errors import UserError
 from attnlab.sweeping import grid
 from attnlab.sweeping.grid import Point
-from attnlab.training import metrics, passed
+from attnlab.training import metrics, overrides
 from attnlab.training.workdir import read_config
 
 FACTORS = (1 / 9, 1 / 3, 1.0, 3.0)  # of the config's learning rate, where the user names none
@@ -48,7 +48,7 @@ class Protocol(NamedTuple):
             scaled = config.optimizer.muon_learning_rate * rate
             changes["optimizer.muon_learning_rate"] = scaled / config.optimizer.learning_rate
         config, values = config.changed(changes), {"variant": variant.name, "learning_rate": rate, "seed": seed}
-        code = passed.version(config)
+        code = overrides.version(config)
         name = grid.name_of(values | ({"code": code} if code else {}))  # beside the runs of a file before it was edited
         return Point(name, {"seed": seed, "learning_rate": rate}, config)
 

@@ -66,22 +66,22 @@ def race(workdirs: list[Path]) -> Race:
 def _training(workdir: Path) -> Callable[[], float]:
     """A function that trains a run on from its last state for about `BURST` seconds: its tokens per second."""
     plan = runs.resolve(read_run(workdir)[1], workdir, eval_only=True)
-    with runs.open(plan, eval_only=True) as run:
-        experiment, text, state = run.experiment, run.text, jax.device_get(run.state)
-    config, room = plan.config, experiment.steps_per_call
-    shardings = jax.tree.map(lambda x: x.sharding, experiment.abstract_state)
+    with runs.open_run(plan, eval_only=True) as run:
+        program, text, state = run.program, run.text, jax.device_get(run.state)
+    config, most = plan.config, program.steps_per_call
+    shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
 
     def seconds(steps: int) -> float:
         with precision.products(config.precision):
             trained, batches = jax.block_until_ready(jax.device_put(state, shardings)), prefetched(text.train, 0, steps)
             start = time.perf_counter()
-            while taken := list(itertools.islice(batches, room)):
-                trained, _ = experiment.train_steps(trained, taken, room=room)
+            while taken := list(itertools.islice(batches, most)):
+                trained, _ = program.train_steps(trained, taken, max_steps=most)
             jax.block_until_ready(trained)
             return time.perf_counter() - start
 
     seconds(1)  # compiles
-    steps = max(1, round(BURST * room / seconds(room)))
+    steps = max(1, round(BURST * most / seconds(most)))
     return lambda: steps * config.batch_size * config.model.context / seconds(steps)
 
 

@@ -20,7 +20,7 @@ from attnlab.data.tasks import named
 from attnlab.study.report import mean_and_margin
 from attnlab.support import paths
 from attnlab.support.errors import UserError
-from attnlab.training import passed
+from attnlab.training import overrides
 
 TABLE, TEXT = "table.csv", "table.md"
 FACTS = ("parameters", "flops_per_token_train", "flops_per_token_decode", "peak_memory_bytes")
@@ -112,7 +112,7 @@ def rows(
             **_difference(compared[n], protocol.measure, sign),
             **({"verdict": UNTRAINED} if n and are_blind[0] and are_blind[n] else {}),
             **({"blind": blind} if task else {}),
-            "version": passed.version(points[n][0].config) or None,
+            "version": overrides.version(points[n][0].config) or None,
             "diverged": sum(map(protocols.diverged, workdirs[n])),
             "failed": int(np.isnan(results["loss"][n]).sum()),
             "learning_rate": rates[variant.name][0],

@@ -19,7 +19,7 @@ import numpy as np
 
 from attnlab.data import cache, sources
 from attnlab.data.characters import code_points
-from attnlab.data.data_progress import Progress
+from attnlab.data.data_progress import DataProgress
 from attnlab.data.sources import Piece, PythonDocs, Source
 from attnlab.support.errors import UserError
 from attnlab.support.extras import require
@@ -270,7 +270,7 @@ def _scan(name: str, source: Source, signature: list | None, quiet: bool) -> dic
     characters = size = length = 0
     held_out, ascii_seen = None, b""
     total = sum(stamp[1] for stamp in signature[-1]) if signature else None
-    with Progress(f"reading {name}", total, quiet) as progress:
+    with DataProgress(f"reading {name}", total, quiet) as progress:
         for piece in source.pieces():
             encoded = piece.text.encode()
             digest.update(encoded)

@@ -2,10 +2,10 @@
 
 from rich import progress
 
-from attnlab.support.progress import Progress as _Progress
+from attnlab.support.progress import Progress
 
 
-class Progress(_Progress):
+class DataProgress(Progress):
     """Bytes of a task such as "tokenising"; prints nothing for work of a second, or when quiet."""
 
     def __init__(self, task: str, total: int | None = None, quiet: bool = False):

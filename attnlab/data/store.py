@@ -26,7 +26,7 @@ import numpy as np
 from attnlab.data import cache, tokenizers
 from attnlab.data.batches import in_order
 from attnlab.data.corpora import Corpus
-from attnlab.data.data_progress import Progress
+from attnlab.data.data_progress import DataProgress
 from attnlab.support import files
 from attnlab.support.errors import UserError
 from attnlab.support.paths import lock, write_bytes
@@ -201,7 +201,7 @@ def _make(path: Path, key: dict, corpus: Corpus, tokenizer: tokenizers.Tokenizer
         shutil.rmtree(interrupted, ignore_errors=True)
     partial = Path(tempfile.mkdtemp(".partial", f"{path.name}.", path.parent))
     try:
-        with Progress(f"tokenising {corpus.name}", corpus.bytes, quiet) as progress:
+        with DataProgress(f"tokenising {corpus.name}", corpus.bytes, quiet) as progress:
             manifest = {"key": key, **_write_splits(partial, corpus, tokenizer, key["packing"], progress)}
         manifest["sha256"] = cache.digest(manifest)
         write_bytes(partial / _MANIFEST, json.dumps(manifest, indent=1).encode(), sync=True)
@@ -212,7 +212,7 @@ def _make(path: Path, key: dict, corpus: Corpus, tokenizer: tokenizers.Tokenizer
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_splits(folder: Path, corpus: Corpus, tokenizer, packing: str, progress: Progress) -> dict[str, dict]:
+def _write_splits(folder: Path, corpus: Corpus, tokenizer, packing: str, progress: DataProgress) -> dict[str, dict]:
     """Write the files of both splits; the manifest's part about them."""
     size, workers = tokenizer.vocab_size, _workers()
     dtype = np.dtype("u1" if size <= 1 << 8 else "<u2" if size <= 1 << 16 else "<u4")

@@ -44,12 +44,12 @@ def schedule(
     block_sizes: tuple[int, int] | None = None,
     *,
     costs: Costs = CPU,
-    together: int | None = None,
+    heads_per_step: int | None = None,
     **where,
 ) -> tuple[tuple[int, int], Int[Array, "nQ nK"]]:
     """Tile sizes and the block mask: for each tile EMPTY, PARTIAL or FULL, over all heads and examples.
 
-    A tile holds the scores of `together` heads, counted over all examples; None means all of them.
+    A tile holds the scores of `heads_per_step` heads, counted over all examples; None means all of them.
 
     `block_sizes` None means the cheapest for the mask by `costs`. The block mask is a NumPy array when the mask is
     known while tracing; for a traced mask, tiles have a moderate size and the block mask is traced too. `where` are
@@ -62,7 +62,7 @@ def schedule(
 
     # The symbolic sizes of jax.export count as 1.
     batch = (size for size in where.get("batch", ()) if isinstance(size, int))
-    rows = where.get("num_heads", 1) * math.prod(batch) if together is None else together
+    rows = where.get("num_heads", 1) * math.prod(batch) if heads_per_step is None else heads_per_step
     # The finest division whose tiles are quickly listed; coarser divisions merge its tiles.
     finest, *coarser = [size for size in costs.sizes if size * 2048 >= max(lengths)] or costs.sizes[-1:]
     any_visible, all_visible = _tiles(mask, lengths, _clipped((finest, finest), lengths), where)

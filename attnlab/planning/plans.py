@@ -17,7 +17,7 @@ from attnlab.planning.topologies import Topology
 from attnlab.support.errors import UserError
 from attnlab.training import flops, precision, run
 from attnlab.training import parallel as parallel_lib
-from attnlab.training.experiment import Experiment, backend_of
+from attnlab.training.program import TrainProgram, backend_of
 
 _GIB = 2**30
 _CHARACTERS = 128  # the vocabulary that is assumed for a text whose characters nobody has counted
@@ -101,25 +101,25 @@ def plan(config: ConfigDict | RunConfig, topology: Topology, vocab_size: int | N
     config, vocab_size, assumed = vocabulary(config, vocab_size, topology.devices[0])
     notes += assumed
     parallel = parallel_lib.from_config(config, devices=topology.devices)
-    experiment = Experiment(config, vocab_size, parallel=parallel)
+    program = TrainProgram(config, vocab_size, parallel=parallel)
     with precision.products(config.precision):
-        training = _compiled("training", experiment.lower, parallel, topology)
-        evaluation = _compiled("evaluation", experiment.lower_eval, parallel, topology)
-    attention, rejected = attention_of(experiment.model, topology, config.batch_size, parallel.mesh)
-    state, loops, length = experiment.abstract_state, training.unknown_loops, config.model.context
+        training = _compiled("training", program.lower, parallel, topology)
+        evaluation = _compiled("evaluation", program.lower_eval, parallel, topology)
+    attention, rejected = attention_of(program.model, topology, config.batch_size, parallel.mesh)
+    state, loops, length = program.abstract_state, training.unknown_loops, config.model.context
     refusals = {"training": training.refusal, "evaluation": evaluation.refusal}
     notes += [f"the {step} step is refused: {why}" for step, why in refusals.items() if why]
     notes += [f"{loops} loops of unknown length: what is inside is counted once"] if loops else []
     return Plan(
         name=name,
-        config=experiment.config,
+        config=program.config,
         topology=topology,
         mesh=dict(parallel.mesh.shape),
-        vocab_size=experiment.model.config.vocab_size,
-        parameters=experiment.parameters,
+        vocab_size=program.model.config.vocab_size,
+        parameters=program.parameters,
         training=training,
         evaluation=evaluation,
-        flops=_flops_per_token(experiment.model, length) * config.batch_size * length / parallel.mesh.size,
+        flops=_flops_per_token(program.model, length) * config.batch_size * length / parallel.mesh.size,
         attention=attention,
         attention_rejected=rejected,
         optimizer_bytes=_shard_bytes((state.opt_state, state.average)),

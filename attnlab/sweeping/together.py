@@ -22,9 +22,10 @@ from attnlab.support import files, paths, workers
 from attnlab.support.errors import ArgumentError, UserError
 from attnlab.training import processes
 from attnlab.training import run as runs
+from attnlab.training.loop import TrainLoop
+from attnlab.training.population import Population
 from attnlab.training.preemption import PreemptionHandler
 from attnlab.training.run import RunPlan
-from attnlab.training.trainer import Trainer
 
 AUTO = "auto"
 ERRORS = (UserError, MemoryError, RuntimeError, OSError)
@@ -77,11 +78,11 @@ def train_all(
             now = plans
             try:
                 if start not in programs:
-                    programs[start] = _program(plans, together, own_process)
-                program, count = programs[start]
+                    programs[start] = _shared(plans, together, own_process)
+                shared, count = programs[start]
                 now, later = plans[:count], plans[count:]
                 waiting[:0] = [(start, later)] if later else []
-                if code := _train(now, program, preemption, tell):
+                if code := _train(now, shared, preemption, tell):
                     return code
             except Exception as error:
                 message = commands.explained(error)
@@ -117,27 +118,27 @@ def _starting(runs_by_workdir: Mapping[Path, RunConfig], tell: Tell) -> list[tup
     return list(found.items())
 
 
-def _program(plans: Sequence[RunPlan], together: str, own_process: bool) -> tuple[runs.Program, int]:
-    """The program of runs that start from the same step, and how many of them it trains together."""
-    program = runs.load(plans[0], runs.start_of(plans[0])[1])
+def _shared(plans: Sequence[RunPlan], together: str, own_process: bool) -> tuple[runs.Shared, int]:
+    """The text and the program of runs that start from the same step, and how many of them it trains together."""
+    shared = runs.load(plans[0], runs.start_of(plans[0])[1])
     # On CPUs runs take as long together as one after another, or longer.
     auto = len(plans) if jax.default_backend() != "cpu" and jax.device_count() == 1 else 1
     count = auto if together == AUTO else min(int(together), len(plans))
-    if count > 1 and program.experiment.parallel.splits_state:
+    if count > 1 and shared.program.parallel.splits_state:
         raise ArgumentError("together", together, "the mesh splits the state of each run: expected 1")
     if own_process:
-        program.experiment.compile_ahead(count if count > 1 else None)
-    return program, count
+        shared.program.compile_ahead(Population(count))
+    return shared, count
 
 
-def _train(plans: Sequence[RunPlan], program: runs.Program, preemption: PreemptionHandler, tell: Tell) -> int:
+def _train(plans: Sequence[RunPlan], shared: runs.Shared, preemption: PreemptionHandler, tell: Tell) -> int:
     """Train runs together, and tell of each; 0, or 128 + the number of the signal that stopped them."""
     with contextlib.ExitStack() as opened:
-        members = [opened.enter_context(runs.open(plan, program=program, together=len(plans))) for plan in plans]
-        trainer = Trainer(members, preemption)
-        code = trainer.run()
-    for place, plan in enumerate(plans if not code else ()):
-        tell(plan.workdir.path.name, trainer.errors.get(place, ""))
+        members = [opened.enter_context(runs.open_run(plan, shared=shared, together=len(plans))) for plan in plans]
+        loop = TrainLoop(members, preemption)
+        code = loop.run()
+    for index, plan in enumerate(plans if not code else ()):
+        tell(plan.workdir.path.name, commands.one_line(loop.errors[index]) if index in loop.errors else "")
     return code
 
 

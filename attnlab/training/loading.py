@@ -124,7 +124,7 @@ def chosen_step(checkpoints, workdir: Path, step: int | str) -> int:
 
 def peek(workdir: str | Path, model=None, **parts) -> tuple[nn.Module, tokenizers.Tokenizer | None, RunConfig]:
     """Model, tokenizer and config as from `load`, without the parameters; `parts` are mask and score_mod."""
-    from attnlab.training.passed import Passed, with_parts
+    from attnlab.training.overrides import Overrides, with_parts
 
     workdir = Path(workdir)
     if not huggingface.is_hf(workdir):
@@ -132,7 +132,7 @@ def peek(workdir: str | Path, model=None, **parts) -> tuple[nn.Module, tokenizer
         tokenizer, complete = read_tokenizer(workdir, saved), with_parts(config, **parts)
         if why := complete.difference(config):
             raise UserError(f"{workdir} holds a run of another model ({why}): pass what it was trained with, or None")
-        Passed(model).check_reads(saved, complete, workdir)
+        Overrides(model).check_reads(saved, complete, workdir)
         if model is None:
             model = GPT(complete.over_tokens(tokenizer.vocab_size))
         elif isinstance(model, GPT):

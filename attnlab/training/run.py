@@ -1,6 +1,6 @@
 """A run: what is decided before anything is loaded or written, and what is open while it trains.
 
-`resolve` makes a `RunPlan` of a config and a folder; `open` loads its text and its state, and takes its files.
+`resolve` makes a `RunPlan` of a config and a folder; `open_run` loads its text and its state, and takes its files.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from attnlab.training import parallel as parallel_lib
 from attnlab.training import precision, pretrained, trackers
 from attnlab.training import text as texts
 from attnlab.training.checkpoints import Checkpoints, OnPhase
-from attnlab.training.experiment import Experiment
-from attnlab.training.passed import NOTHING, Passed
+from attnlab.training.overrides import NOTHING, Overrides
+from attnlab.training.program import TrainProgram
 from attnlab.training.state import TrainState
 from attnlab.training.text import Text
 from attnlab.training.workdir import Workdir
@@ -42,7 +42,7 @@ class RunPlan:
       workdir: the folder, and the run that an earlier start left there.
       finished: the last step of a run that has ended; None for any other.
       tokenizer: of the weights in `config.init_from`; None for the text's, or the earlier run's.
-      passed: the user's model and optimizer.
+      overrides: the user's model and optimizer.
       metadata: of `config.json`, as far as it is known.
     """
 
@@ -50,7 +50,7 @@ class RunPlan:
     workdir: Workdir
     finished: int | None
     tokenizer: tokenizers.Tokenizer | None
-    passed: Passed
+    overrides: Overrides
     metadata: dict
 
     @property
@@ -68,7 +68,7 @@ def resolve(
     workdir: str | Path = NOWHERE,
     *,
     eval_only: bool = False,
-    passed: Passed = NOTHING,
+    overrides: Overrides = NOTHING,
     device: jax.Device | None = None,
 ) -> RunPlan:
     """Decide everything about a run; nothing is loaded or written.
@@ -77,7 +77,7 @@ def resolve(
       config: is not changed.
       workdir: of the run, which may hold it already.
       eval_only: the run is evaluated as it is.
-      passed: arguments of `attnlab.train.train`.
+      overrides: arguments of `attnlab.train.train`.
       device: one of those that will compute; None for this process' first.
 
     Raises:
@@ -91,29 +91,29 @@ def resolve(
     if folder.previous_run is None:
         config.check_effects()
     config, tokenizer = pretrained.completed(config, folder)
-    config = config.changed({"precision": _precision(config, folder, passed, device)})
+    config = config.changed({"precision": _precision(config, folder, overrides, device)})
     folder.check_config(config, may_extend=not eval_only)
     if folder.previous_run is not None:
-        passed.check_continues(folder.previous_run, config, folder)
+        overrides.check_continues(folder.previous_run, config, folder)
     copies = folder.path.absolute() / "source"  # the file of a cell of a notebook, which has none
     sources = custom.sources(config.model.used).items()
     code = {kind: {"file": str(copies / source.path) if source.text else ""} for kind, source in sources}
-    metadata = passed.metadata() | ({"code": code} if code else {})
+    metadata = overrides.metadata() | ({"code": code} if code else {})
     if eval_only and folder.previous_run is None:
         raise UserError(f"{folder} holds no run to evaluate: train first")
     # An evaluation needs no log, so a damaged one does not stop it.
     finished = None if eval_only else metrics_lib.finished(folder.metrics, config.steps, config.eval.patience)
     if not eval_only and finished is None:  # a run that is there is read and evaluated on any device
         precision.resolved(config.precision, device)
-    return RunPlan(config, folder, finished, tokenizer, passed, metadata)
+    return RunPlan(config, folder, finished, tokenizer, overrides, metadata)
 
 
-def _precision(config: RunConfig, workdir: Workdir, passed: Passed, device: jax.Device | None) -> str:
+def _precision(config: RunConfig, workdir: Workdir, overrides: Overrides, device: jax.Device | None) -> str:
     """The config's precision; for "auto" the previous run's, the model's, or what suits the first process' hardware."""
     if config.precision == "auto" and workdir.config is not None:
         return workdir.config.precision
-    if passed.model is not None:
-        return passed.precision(config.precision)
+    if overrides.model is not None:
+        return overrides.precision(config.precision)
     if config.precision != "auto":
         return config.precision
     if device is not None:
@@ -122,19 +122,19 @@ def _precision(config: RunConfig, workdir: Workdir, passed: Passed, device: jax.
     return chosen[parallel_lib.from_first_process(chosen.index(precision.resolved("auto")))]
 
 
-class Program(NamedTuple):
-    """The parts shared by runs that start from the same step, and differ in what `Experiment.fixed` holds alone."""
+class Shared(NamedTuple):
+    """What runs share that start from the same step, and differ in what `TrainProgram.per_run` holds alone."""
 
     text: Text
-    experiment: Experiment
+    program: TrainProgram
 
 
-def load(plan: RunPlan, extensions: Sequence[dict] = (), say: Callable[[str], None] = status.silent) -> Program:
+def load(plan: RunPlan, extensions: Sequence[dict] = (), say: Callable[[str], None] = status.silent) -> Shared:
     """Load the text of a run, and make what it computes with; `extensions` as in `optimizer.learning_rate`."""
     parallel = parallel_lib.from_config(plan.config)
     text = texts.load(plan.config, plan.workdir, plan.tokenizer, parallel.batch_share, say)
-    options = {"parallel": parallel, "extensions": extensions, **plan.passed._asdict()}
-    return Program(text, Experiment(plan.config, text.tokenizer.vocab_size, **options))
+    options = {"parallel": parallel, "extensions": extensions, **plan.overrides._asdict()}
+    return Shared(text, TrainProgram(plan.config, text.tokenizer.vocab_size, **options))
 
 
 def start_of(plan: RunPlan) -> tuple[int, list[dict]]:
@@ -144,7 +144,7 @@ def start_of(plan: RunPlan) -> tuple[int, list[dict]]:
     return start, plan.workdir.extensions(plan.config, start)
 
 
-class Run(NamedTuple):
+class OpenRun(NamedTuple):
     """A run while it trains or is evaluated.
 
     Attributes:
@@ -154,7 +154,7 @@ class Run(NamedTuple):
     """
 
     plan: RunPlan
-    experiment: Experiment
+    program: TrainProgram
     text: Text
     checkpoints: Checkpoints
     state: TrainState
@@ -165,23 +165,23 @@ class Run(NamedTuple):
 
 
 @contextlib.contextmanager
-def open(
+def open_run(
     plan: RunPlan,
     *,
     eval_only: bool = False,
     on_phase: OnPhase = contextlib.nullcontext,
     tracker: trackers.NewTracker | None = None,
     own_process: bool = False,
-    program: Program | None = None,
+    shared: Shared | None = None,
     together: int = 1,
-) -> Iterator[Run]:
+) -> Iterator[OpenRun]:
     """Load the text and the newest intact state of a run, and take its files unless `eval_only`.
 
     Args:
       plan: what `resolve` returns.
       eval_only, on_phase, tracker: as in `attnlab.train.train`.
       own_process: compile what comes next while the state is made.
-      program: what `load` returned for this plan, or for one that shares its program.
+      shared: what `load` returned for this plan, or for one that shares its program.
       together: how many runs are trained as one program.
 
     Raises:
@@ -190,7 +190,7 @@ def open(
     >>> import tempfile
     >>> config = configs.default()
     >>> config.parallel.mesh.data, config.data.tokenizer = 1, "byte"
-    >>> with open(resolve(config, Path(tempfile.mkdtemp()) / "run")) as run:  # doctest: +ELLIPSIS
+    >>> with open_run(resolve(config, Path(tempfile.mkdtemp()) / "run")) as run:  # doctest: +ELLIPSIS
     ...     run.start
     reading python_docs
     ...
@@ -206,26 +206,26 @@ def open(
         resources.callback(checkpoints.close)
         start, damaged = _resume_step(checkpoints, workdir, config, eval_only)
         extensions = workdir.extensions(config, start)
-        program = load(plan, extensions, say) if program is None else program
-        text, experiment = program.text.of_seed(config.seed), program.experiment
+        shared = load(plan, extensions, say) if shared is None else shared
+        text, program = shared.text.of_seed(config.seed), shared.program
         if not eval_only:
-            experiment.check_backend()
+            program.check_backend()
         if own_process and not eval_only:
-            experiment.compile_ahead()
+            program.compile_ahead()
         say(f"restoring step {start}" if start else "initializing the model")
-        state = _state(experiment, checkpoints, start, config)
+        state = _state(program, checkpoints, start, config)
         reporter, log = metrics_lib.ProgressReporter(config.steps, start, silent=not is_first or eval_only), None
         if not eval_only:
             offset = checkpoints.metadata(start)["log"] if start else None  # in every process: Orbax waits for all
             if is_first:
                 metadata = plan.metadata | {"corpus": text.corpus, "vocab_size": text.tokenizer.vocab_size}
-                metadata |= {"parameters": experiment.parameters}
+                metadata |= {"parameters": program.parameters}
                 metadata |= {"extensions": extensions} if extensions else {}
                 metadata |= _versions(plan)
                 together = max(together, (workdir.previous_run or {}).get("together", 1))
                 metadata |= {"together": together} if together > 1 else {}
                 log = _open_files(config, metadata, workdir, text, checkpoints, start, offset, resources, tracker)
-        opened = Run(plan, experiment, text, checkpoints, state, start, damaged, reporter, log)
+        opened = OpenRun(plan, program, text, checkpoints, state, start, damaged, reporter, log)
         if log:
             _set_aside_damaged(opened)
         _report_start(opened)
@@ -257,20 +257,20 @@ def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: RunConfig, 
     return start, damaged
 
 
-def _state(experiment: Experiment, checkpoints: Checkpoints, start: int, config: RunConfig) -> TrainState:
+def _state(program: TrainProgram, checkpoints: Checkpoints, start: int, config: RunConfig) -> TrainState:
     """The state at a checkpoint, or the initial one."""
     if start:
-        return checkpoints.restore(start, experiment.abstract_state)
+        return checkpoints.restore(start, program.abstract_state)
     if not config.init_from:
-        return experiment.create_state(seed=config.seed)
-    return experiment.create_state(pretrained.params(config, experiment.abstract_state.params))
+        return program.create_state(seed=config.seed)
+    return program.create_state(pretrained.params(config, program.abstract_state.params))
 
 
 def _versions(plan: RunPlan) -> dict:
     """The entry "versions" of `config.json`: of the code that the run began with; {} without user code."""
     if plan.workdir.previous_run is not None:
         return {name: x for name, x in plan.workdir.previous_run.items() if name == "versions"}
-    found = {part: code.record() for part, code in plan.passed.code(plan.config).items()}
+    found = {part: code.record() for part, code in plan.overrides.code(plan.config).items()}
     return {"versions": found} if found else {}
 
 
@@ -298,7 +298,7 @@ def _open_files(
     return log
 
 
-def _set_aside_damaged(run: Run) -> None:
+def _set_aside_damaged(run: OpenRun) -> None:
     for step, why in run.damaged.items():
         name = run.checkpoints.set_aside(step)
         run.reporter.print(f"checkpoint {step} is damaged ({why}): set aside as {name}")
@@ -306,13 +306,13 @@ def _set_aside_damaged(run: Run) -> None:
         run.reporter.print(f"{run.log.path} is missing: the records up to step {run.start} are lost")
 
 
-def _report_start(run: Run) -> None:
-    plan, experiment, text, reporter = run.plan, run.experiment, run.text, run.reporter
-    config, parallel, workdir = plan.config, experiment.parallel, plan.workdir
-    devices, model = parallel.mesh.devices.size, type(experiment.model).__name__
+def _report_start(run: OpenRun) -> None:
+    plan, program, text, reporter = run.plan, run.program, run.text, run.reporter
+    config, parallel, workdir = plan.config, program.parallel, plan.workdir
+    devices, model = parallel.mesh.devices.size, type(program.model).__name__
     reporter.print(
         f"{config.data.name}: {text.summary}, vocabulary size {text.tokenizer.vocab_size}\n"
-        f"{model} of {experiment.parameters:,} parameters on {devices} {jax.devices()[0].platform} "
+        f"{model} of {program.parameters:,} parameters on {devices} {jax.devices()[0].platform} "
         f"device{'s' if devices > 1 else ''} ({parallel.strategy}), in {precision.described(config.precision)}, "
         f"into {workdir}"
     )
@@ -323,7 +323,7 @@ def _report_start(run: Run) -> None:
     elif workdir.previous_run:
         reporter.print("no checkpoint was saved yet: starting from the beginning")
     if plan.origin == "extended":
-        message, rate = f"extended from {workdir.steps} to {config.steps} steps", experiment.learning_rate
+        message, rate = f"extended from {workdir.steps} to {config.steps} steps", program.learning_rate
         if rate and run.start:
             before, after = (float(rate(config.optimizer.learning_rate, run.start - n)) for n in (1, 0))
             message += f": the learning rate was {before:.3g}, and is now {after:.3g}"

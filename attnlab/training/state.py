@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -178,53 +178,21 @@ def train_step(
     return TrainState(state.step + 1, params, opt_state, average), metrics
 
 
-@jax.jit
-def joined(of_runs: Sequence[TrainState]) -> tuple[TrainState, Array]:
-    """The state of several runs together, as `together` takes it."""
-    return jax.tree.map(lambda *x: jnp.stack(x), *of_runs), jnp.ones(len(of_runs), bool)
-
-
-@jax.jit
-def of_run(state: TrainState, place: int | Array) -> TrainState:
-    """The state of one of several runs."""
-    return jax.tree.map(lambda x: x[place], state)
-
-
-def together(step: Callable) -> Callable:
-    """A step `(state, batch, fixed) → (state, metrics)` of several runs, all with an axis of runs in front.
-
-    Its state is (states, bool `[runs]`): a run keeps its state, and its place, from the step on that would make its
-    parameters not finite.
-    """
-
-    def step_all(states, batches, fixed):
-        before, alive = states
-        after, metrics = jax.vmap(step)(before, batches, fixed)
-        alive &= jnp.isfinite(metrics["param_norm"])
-
-        def advanced(new, old):
-            return jnp.where(alive.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-        return (jax.tree.map(advanced, after, before), alive), metrics
-
-    return step_all
-
-
-def repeated(step: Callable, state, batches: Batch, fixed, count) -> tuple:
-    """(The state after `count` steps `(state, batch, fixed) → (state, metrics)`, metrics `[K]`, the first `count` set).
+def repeated(step: Callable, state, batches: Batch, per_run, count) -> tuple:
+    """(The state after `count` steps `(state, batch, per_run) → (state, metrics)`, metrics `[K]`, set for each).
 
     Batches have an axis of K steps in front; `count` is traced, so that one program takes any number of steps.
     """
     first = jax.tree.map(lambda x: x[0], batches)
     if len(batches.tokens) == 1:
-        state, metrics = step(state, first, fixed)
+        state, metrics = step(state, first, per_run)
         return state, jax.tree.map(lambda x: x[None], metrics)
-    shapes = jax.eval_shape(step, state, first, fixed)[1]
+    shapes = jax.eval_shape(step, state, first, per_run)[1]
     metrics = jax.tree.map(lambda x: jnp.zeros((len(batches.tokens), *x.shape), x.dtype), shapes)
 
     def take(number, carry):
         state, metrics = carry
-        state, found = step(state, jax.tree.map(lambda x: x[number], batches), fixed)
+        state, found = step(state, jax.tree.map(lambda x: x[number], batches), per_run)
         return state, jax.tree.map(lambda old, new: old.at[number].set(new), metrics, found)
 
     return jax.lax.fori_loop(0, count, take, (state, metrics))

@@ -13,22 +13,22 @@ from attnlab import compilation
 from attnlab import config as configs
 from attnlab.data.batches import EvalBatches, TrainBatches, prefetched
 from attnlab.training import run
-from attnlab.training.experiment import Experiment
+from attnlab.training.program import TrainProgram
 
 from . import matrix_products, serving
 
 
-def experiment(vocab_size, batch_size=None, precision="float32", strategy="mesh", recipe=None, **sizes) -> Experiment:
+def experiment(vocab_size, batch_size=None, precision="float32", strategy="mesh", recipe=None, **sizes) -> TrainProgram:
     """What `Contender` trains, by its arguments; nothing is compiled."""
     if recipe:
-        return Experiment(run.resolve(configs.from_json(recipe)).config, vocab_size)
+        return TrainProgram(run.resolve(configs.from_json(recipe)).config, vocab_size)
     config = configs.default()
     config.batch_size, config.precision = batch_size, precision
     config.model.update(sizes | {"dropout": 0.0, "use_bias": False, "positions": "learned"})
     config.model.attention.qk_norm = False
     config.optimizer.update({"learning_rate": 1e-3, "b2": 0.99, "weight_decay": 0.1})
     config.steps, config.parallel.strategy = 1_000_000, strategy
-    return Experiment(run.resolve(config).config, vocab_size)
+    return TrainProgram(run.resolve(config).config, vocab_size)
 
 
 class Contender:

@@ -9,7 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from attnlab.planning import programs, topologies
 from attnlab.support.errors import UserError
 from attnlab.training import parallel, run
-from attnlab.training.experiment import Experiment
+from attnlab.training.program import TrainProgram
 
 
 def pytest_collection_modifyitems(items):
@@ -67,7 +67,7 @@ def training_step(topology):
     def compile_for(config, name, vocab_size=128):
         devices = topology(name).devices
         config = run.resolve(config, device=devices[0]).config
-        experiment = Experiment(config, vocab_size, parallel=parallel.from_config(config, devices=devices))
+        experiment = TrainProgram(config, vocab_size, parallel=parallel.from_config(config, devices=devices))
         with jax.sharding.use_abstract_mesh(experiment.parallel.mesh.abstract_mesh):
             program = experiment.lower().compile()
         return program.as_text(), programs.read(program)

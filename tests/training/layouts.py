@@ -7,7 +7,7 @@ from attnlab import config as configs
 from attnlab.data.batches import TrainBatches
 from attnlab.nn import stack_layers, unstack_layers
 from attnlab.training import parallel, state
-from attnlab.training.experiment import Experiment
+from attnlab.training.program import TrainProgram
 from tests.parameters import parameters
 
 TOKENS = np.random.default_rng(0).integers(0, 31, 5000)
@@ -30,7 +30,7 @@ def experiment(strategy, devices, fsdp=1, tensor=1, context=1, *, accumulation=1
     fields = {"steps": steps, "batch_size": 16, "optimizer.accumulation": accumulation, "data.packing": packing}
     fields |= {f"model.{name}": value for name, value in {"num_layers": 1, "width": 32, "context": 16, **model}.items()}
     config = configs.RunConfig.of(fields | {"precision": "float32"})  # also in a process of its own
-    return Experiment(config, vocab_size=31, parallel=parallel.make(strategy, devices, fsdp, tensor, context))
+    return TrainProgram(config, vocab_size=31, parallel=parallel.make(strategy, devices, fsdp, tensor, context))
 
 
 def gradient(run, batches=BATCHES):

@@ -8,7 +8,7 @@ import pytest
 from attnlab.config import RunConfig, default, to_json
 from attnlab.support.errors import UserError
 from attnlab.training import precision, run
-from attnlab.training.experiment import Experiment
+from attnlab.training.program import TrainProgram
 
 
 def device(platform, **attributes):
@@ -39,7 +39,7 @@ def test_auto_on_a_cpu_depends_on_its_instructions(monkeypatch, flags, expected)
     assert precision.resolved("auto") == expected
     config = default()
     config.parallel.mesh.data = 1
-    experiment = Experiment(run.resolve(config).config, vocab_size=65)
+    experiment = TrainProgram(run.resolve(config).config, vocab_size=65)
     assert experiment.config.precision == experiment.model.dtype == expected and config.precision == "auto"
 
 

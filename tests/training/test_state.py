@@ -10,7 +10,7 @@ from attnlab.data.batches import Batch, TrainBatches
 from attnlab.nn import GPT
 from attnlab.support.errors import UserError
 from attnlab.training import state
-from attnlab.training.experiment import Experiment
+from attnlab.training.program import TrainProgram
 from tests.parameters import parameters
 from tests.runs import Bigram
 
@@ -57,7 +57,7 @@ def test_loss_of_packed_documents_is_the_mean_over_targets_within_them(float64):
 def test_model_without_segments_cannot_train_on_packed_documents():
     config = configs.RunConfig.of({"data.packing": "documents", "parallel.mesh.data": 1})
     with pytest.raises(UserError, match="config.data.packing = 'documents', .*segments="):
-        Experiment(config, 8, model=Bigram(8))
+        TrainProgram(config, 8, model=Bigram(8))
 
 
 GPT_OF_11 = GPT.of(vocab_size=11, num_layers=1, num_heads=2, width=8, context=6)

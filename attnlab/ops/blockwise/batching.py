@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from attnlab.ops.blockwise.plans import Plan
+from attnlab.ops.blockwise.plans import TilePlan
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.cpu import stacks
 from attnlab.ops.cpu.plans import mapped_at_once
@@ -16,7 +16,7 @@ from attnlab.ops.platforms import platform_of
 from attnlab.ops.schedule import EMPTY, FULL, block_mask_of
 
 
-def per_example(plan: Plan, fn: Callable, call: AttentionCall, *arrays):
+def per_example(plan: TilePlan, fn: Callable, call: AttentionCall, *arrays):
     """fn(call, *arrays), mapped over the leading axis when `vmap` has added one."""
     if plan.mapped is None:
         return fn(call, *arrays)
@@ -24,7 +24,7 @@ def per_example(plan: Plan, fn: Callable, call: AttentionCall, *arrays):
     return jax.vmap(fn, in_axes=(axes, *(0 for _ in arrays)))(call, *arrays)
 
 
-def with_mapped(plan: Plan, call: AttentionCall, chosen: AttentionCall) -> tuple[Plan, AttentionCall]:
+def with_mapped(plan: TilePlan, call: AttentionCall, chosen: AttentionCall) -> tuple[TilePlan, AttentionCall]:
     """The chosen leaves with the mapped axis, also where its examples share them: each has a gradient of its own."""
     if plan.mapped is None:
         return plan, call
@@ -88,8 +88,8 @@ def _some_at_a_time(fn: Callable, operands: Sequence, is_batched: Sequence, size
     return lax.map(one, batched, batch_size=size if size > 1 else None)
 
 
-def _with_mapped_axis(plan: Plan, operands: Sequence, is_batched: Sequence, size: int) -> tuple:
-    """Plan and operands with one more mapped axis, merged into an existing mapped axis."""
+def _with_mapped_axis(plan: TilePlan, operands: Sequence, is_batched: Sequence, size: int) -> tuple:
+    """TilePlan and operands with one more mapped axis, merged into an existing mapped axis."""
     (call, block_mask, *others), (batched, block_mask_is_batched, *others_are_batched) = operands, is_batched
     leaves, structure = jax.tree.flatten(call)
     batched, had_axis = jax.tree.leaves(batched), plan.mapped or (False,) * len(leaves)

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from attnlab.ops.blockwise import layout
 from attnlab.ops.blockwise.batching import batched_explicitly, with_mapped
 from attnlab.ops.blockwise.layout import Range
-from attnlab.ops.blockwise.plans import Plan
+from attnlab.ops.blockwise.plans import TilePlan
 from attnlab.ops.blockwise.scores import dropout_keeps, masked_logits
 from attnlab.ops.call import AttentionCall, Result
 from attnlab.ops.cpu import parts
@@ -24,7 +24,7 @@ from attnlab.types import Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(plan: Plan, call: AttentionCall, block_mask: Array) -> Result:
+def attention(plan: TilePlan, call: AttentionCall, block_mask: Array) -> Result:
     """(out, (max, log_sum)), with gradients of q, k, v, sinks, scale, bias and score mods; the max has no gradient."""
     return forward(plan, call, block_mask)
 
@@ -42,7 +42,7 @@ def _attention_backward(plan, residuals, cotangents):
 attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _visit(plan: Plan, order: tuple, row, size: int, tile: Callable, state):
+def _visit(plan: TilePlan, order: tuple, row, size: int, tile: Callable, state):
     """`state` after tile(kind, columns, state) for the tiles of the row, of `size` columns, that are not EMPTY."""
     if plan.tiles is not None:
         for kind, first, count in runs(order[row]):
@@ -57,7 +57,7 @@ def _visit(plan: Plan, order: tuple, row, size: int, tile: Callable, state):
     return state
 
 
-def _order(plan: Plan, block_mask: Array, *, of_keys: bool = False) -> tuple:
+def _order(plan: TilePlan, block_mask: Array, *, of_keys: bool = False) -> tuple:
     """The tiles of each row of the block mask, or of each column, as `_visit` takes them."""
     if plan.tiles is not None:
         return tuple(zip(*plan.tiles)) if of_keys else plan.tiles
@@ -68,7 +68,7 @@ def _with_bias_tile(call: AttentionCall, rows: Range, columns: Range) -> Attenti
     return call.replace(bias=layout.bias_tile(call.bias, rows, columns))
 
 
-def _sinks(plan: Plan, call: AttentionCall) -> Array:
+def _sinks(plan: TilePlan, call: AttentionCall) -> Array:
     """Sinks `[H]`, or `[axis, H]` under `vmap`, as `[..., H]` in the accumulators' type."""
     sinks = call.sinks.astype(_accumulator_type(call.q))
     if plan.mapped is None:
@@ -93,14 +93,14 @@ class _Softmax(NamedTuple):
 
 @batched_explicitly
 @functools.partial(jax.jit, static_argnums=0)
-def forward(plan: Plan, call: AttentionCall, block_mask: Array) -> Result:
+def forward(plan: TilePlan, call: AttentionCall, block_mask: Array) -> Result:
     """(out, (max, log_sum))."""
     if plan.together is not None:
         return parts.in_parts(lambda part: _forward(plan, part, block_mask), plan.together, call)
     return _forward(plan, call, block_mask)
 
 
-def _forward(plan: Plan, call: AttentionCall, block_mask: Array) -> Result:
+def _forward(plan: TilePlan, call: AttentionCall, block_mask: Array) -> Result:
     (q_size, kv_size), length = call.block_sizes, call.lengths[0]
     q, *keys = (layout.by_head(x, size) for x, size in ((call.q, q_size), (call.k, kv_size), (call.v, kv_size)))
     query_block = functools.partial(_forward_query_block, plan, call, q, keys, _order(plan, block_mask))
@@ -112,7 +112,7 @@ def _forward(plan: Plan, call: AttentionCall, block_mask: Array) -> Result:
     return layout.joined_rows(out, length), log_sums
 
 
-def _forward_query_block(plan: Plan, call: AttentionCall, q: Array, keys: list[Array], order: tuple, i) -> tuple:
+def _forward_query_block(plan: TilePlan, call: AttentionCall, q: Array, keys: list[Array], order: tuple, i) -> tuple:
     q_size, kv_size = call.block_sizes
     rows = Range(i * q_size, q_size)
     q_i = layout.rows_at(q, rows)
@@ -132,7 +132,7 @@ def _forward_query_block(plan: Plan, call: AttentionCall, q: Array, keys: list[A
 
 
 def _forward_tile(
-    plan: Plan,
+    plan: TilePlan,
     call: AttentionCall,
     q_i: Array,
     keys: list[Array],
@@ -188,7 +188,7 @@ class _Gradients(NamedTuple):
 @batched_explicitly
 @functools.partial(jax.jit, static_argnums=0)
 def backward(
-    plan: Plan, call: AttentionCall, block_mask: Array, out: Array, log_sums: tuple, d_out: Array, d_lse: Array
+    plan: TilePlan, call: AttentionCall, block_mask: Array, out: Array, log_sums: tuple, d_out: Array, d_lse: Array
 ) -> AttentionCall:
     """The gradients of the call's arrays, None for those that have none."""
     # On CPUs jaxlib 0.10.2 would fuse the broadcast of a cotangent, as of `out.sum()`, its products with v, and
@@ -210,7 +210,7 @@ def backward(
 
 
 def _backward(
-    plan: Plan, block_mask: Array, call: AttentionCall, d_out: Array, shift: Array, log_sum: Array, delta: Array
+    plan: TilePlan, block_mask: Array, call: AttentionCall, d_out: Array, shift: Array, log_sum: Array, delta: Array
 ) -> AttentionCall:
     (q_size, kv_size), (q_length, kv_length) = call.block_sizes, call.lengths
     queries = [layout.by_head(x, q_size) for x in (call.q, d_out, shift, delta)]
@@ -238,7 +238,7 @@ def _backward(
 
 
 def _backward_key_block(
-    plan: Plan, call: AttentionCall, queries: list[Array], keys: list[Array], order: tuple, j, totals: tuple
+    plan: TilePlan, call: AttentionCall, queries: list[Array], keys: list[Array], order: tuple, j, totals: tuple
 ) -> tuple:
     dk, dv, dq, d_learned = totals
     num_heads, kv_heads = call.num_heads, call.k.shape[-2]
@@ -260,7 +260,7 @@ def _backward_key_block(
 
 
 def _backward_tile(
-    plan: Plan,
+    plan: TilePlan,
     call: AttentionCall,
     queries: list[Array],
     keys_j: tuple,
@@ -319,7 +319,7 @@ def _log_sums_and_delta(call: AttentionCall, out, log_sums, d_out, d_lse) -> tup
     return shift[..., None], log_sum[..., None], delta[..., None]
 
 
-def _d_sinks(plan: Plan, call: AttentionCall, shift: Array, log_sum: Array, delta: Array) -> Array:
+def _d_sinks(plan: TilePlan, call: AttentionCall, shift: Array, log_sum: Array, delta: Array) -> Array:
     p = jnp.exp(_sinks(plan, call)[..., None, :, None] - shift - log_sum)
     d_sinks = -(p * delta)[..., 0]
     is_mapped = plan.mapped is not None

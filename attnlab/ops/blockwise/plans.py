@@ -12,14 +12,14 @@ from attnlab.ops.schedule import ACCELERATOR, FULL, PARTIAL, schedule
 from attnlab.types import Array
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     tile_kinds: tuple[int, ...]  # PARTIAL and FULL, if they occur in the block mask; both when it is traced
     mapped: tuple[bool, ...] | None = None  # under `vmap`: which leaves of the call have a leading mapped axis
     tiles: tuple[tuple[int, ...], ...] | None = None  # the block mask where tiles are written out; None for loops
     together: tuple[int, int] | None = None  # the examples and key heads that are computed at a time; None for all
 
 
-def planned(call: AttentionCall) -> tuple[tuple[int, int], Array, Plan]:
+def planned(call: AttentionCall) -> tuple[tuple[int, int], Array, TilePlan]:
     """The sizes of tiles, the block mask, and the plan of a call."""
     where = {"q_positions": call.q_positions, "kv_positions": call.kv_positions, "num_heads": call.num_heads}
     where |= {"batch": call.batch, "shard": call.shard}
@@ -30,4 +30,4 @@ def planned(call: AttentionCall) -> tuple[tuple[int, int], Array, Plan]:
         (block_sizes, block_mask), tiles, together = scheduled(costs=ACCELERATOR), None, None
     is_known = isinstance(block_mask, np.ndarray)
     kinds = tuple(kind for kind in (FULL, PARTIAL) if not is_known or (block_mask == kind).any())
-    return block_sizes, block_mask, Plan(kinds, tiles=tiles, together=together)
+    return block_sizes, block_mask, TilePlan(kinds, tiles=tiles, together=together)

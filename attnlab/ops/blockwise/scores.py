@@ -8,7 +8,7 @@ import numpy as np
 from attnlab.ops import dropout
 from attnlab.ops.blockwise.batching import per_example
 from attnlab.ops.blockwise.layout import Range
-from attnlab.ops.blockwise.plans import Plan
+from attnlab.ops.blockwise.plans import TilePlan
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.schedule import PARTIAL
 from attnlab.ops.tiles import Side, Tile, examples, heads
@@ -16,7 +16,7 @@ from attnlab.types import Array
 
 
 def masked_logits(
-    plan: Plan, kind: int, rows: Range, columns: Range, raw: Array, call: AttentionCall, *, queries: int
+    plan: TilePlan, kind: int, rows: Range, columns: Range, raw: Array, call: AttentionCall, *, queries: int
 ) -> tuple[Array, Array | None]:
     """Masked logits, and the visible keys, or None for all: the caller zeroes other keys, which may be NaN.
 
@@ -26,7 +26,7 @@ def masked_logits(
 
 
 def dropout_keeps(
-    plan: Plan, rows: Range, columns: Range, logits: Array, call: AttentionCall, *, queries: int
+    plan: TilePlan, rows: Range, columns: Range, logits: Array, call: AttentionCall, *, queries: int
 ) -> Array:
     """Which weights of a tile dropout keeps, a boolean array of the logits' shape."""
 

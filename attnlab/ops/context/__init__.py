@@ -25,7 +25,7 @@ from attnlab.ops.schedule import ACCELERATOR, CPU
 from attnlab.types import Array
 
 
-class Context(NamedTuple):
+class SplitContext(NamedTuple):
     axis: str | None
     batch: tuple[str, ...]
     heads: tuple[str, ...]
@@ -63,7 +63,7 @@ def context_parallel(axis: str | None, *, batch: str | Sequence[str] = (), heads
     >>> out.shape
     (8, 4, 16)
     """
-    context = Context(axis, names_of(batch), names_of(heads))
+    context = SplitContext(axis, names_of(batch), names_of(heads))
     named = _named(context)
     if len(set(named)) < len(named):
         names = ", ".join(map(repr, named))
@@ -71,14 +71,14 @@ def context_parallel(axis: str | None, *, batch: str | Sequence[str] = (), heads
     return _current(context)
 
 
-def _named(context: Context) -> list[str]:
+def _named(context: SplitContext) -> list[str]:
     return [name for name in (context.axis, *context.batch, *context.heads) if name is not None]
 
 
 class ShardedCall(NamedTuple):
     """The split of a call over a mesh."""
 
-    context: Context
+    context: SplitContext
     is_manual: bool  # whether the arrays are shards already, within a `shard_map` over these axes
     splits: Splits  # the mesh axes of batch and heads
     sizes: tuple[int, int, int]  # numbers of shards: batch, heads, sequence

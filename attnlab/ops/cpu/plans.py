@@ -29,18 +29,18 @@ SHORT = Costs((64, 128, 256), SCORES, cached_scores=SCORES, uncached=1, comparin
 
 
 def choose(call: AttentionCall, scheduled: Callable) -> tuple:
-    """(The sizes of tiles, the block mask, the tiles and the parts of a `blockwise.plans.Plan`) of a call.
+    """(The sizes of tiles, the block mask, the tiles and the parts of a `blockwise.plans.TilePlan`) of a call.
 
     `scheduled` is `schedule` of the call, without costs.
     """
     can_be_cut = _can_be_cut(call)
     if max(call.lengths) <= LENGTH:
-        block_sizes, block_mask = scheduled(costs=SHORT, together=1)
+        block_sizes, block_mask = scheduled(costs=SHORT, heads_per_step=1)
         if written_out := _written_out(call, block_sizes, block_mask, can_be_cut):
             return block_sizes, block_mask, *written_out
     if can_be_cut:
         group = call.num_heads // call.k.shape[-2]
-        block_sizes, block_mask = scheduled(costs=CPU, together=group)
+        block_sizes, block_mask = scheduled(costs=CPU, heads_per_step=group)
         if block_sizes[0] >= ROWS:
             return block_sizes, block_mask, None, (1, 1)
     return *scheduled(costs=CPU), None, None

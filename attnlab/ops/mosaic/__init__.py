@@ -98,7 +98,7 @@ def attend(call: AttentionCall) -> Result:
 @functools.partial(jax.jit, static_argnums=1)
 def _attend(call: AttentionCall, interpret) -> Result:
     from attnlab.ops.mosaic import passes  # Pallas is a large package, useless except on GPUs
-    from attnlab.ops.mosaic.kernels import Plan
+    from attnlab.ops.mosaic.kernels import KernelPlan
 
     (mask, of_mask), (mod, of_mod) = programs.mask_program(call), programs.mod_program(call)
     # A mod's operand along keys has a gradient for each query head, so that each has keys of its own.
@@ -108,7 +108,7 @@ def _attend(call: AttentionCall, interpret) -> Result:
     k, v = _inert(call)
     q, k, v = (padded(x, -(-x.shape[-3] // TILE) * TILE, axis=-3) for x in (call.q, k, v))
     scale = q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
-    plan = Plan(mask, mod, scale, 1 if is_apart else group, call.sinks is not None, interpret)
+    plan = KernelPlan(mask, mod, scale, 1 if is_apart else group, call.sinks is not None, interpret)
     sinks = jnp.zeros(call.num_heads) if call.sinks is None else call.sinks
     sinks = sinks.astype(jnp.float32).reshape(*(1,) * len(call.batch), -1)
     fixed, learned = [*of_mask, *of_mod], [of_mod[n] for n in plan.learned]

@@ -24,7 +24,7 @@ LOWEST = float(np.finfo(np.float32).min)  # a running max that no score undercut
 TILES = {64: ((128, 3), (128, 2), (64, 3)), 128: ((128, 2), (64, 2), (64, 2))}
 
 
-class Plan(NamedTuple):
+class KernelPlan(NamedTuple):
     """The static part of a call whose batch axes are one.
 
     Attributes:
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
 class _Tile(NamedTuple):
     """A tile of scores within a kernel; `starts` are the indices of its first row and column."""
 
-    plan: Plan
+    plan: KernelPlan
     refs: tuple  # of the operands
     example: Any
     head: Any
@@ -183,7 +183,7 @@ def _product(a, b, shape):
     return pl.run_scoped(run, mg.ACC(shape, jnp.float32))
 
 
-def _accumulated(plan: Plan, *products: tuple) -> list:
+def _accumulated(plan: KernelPlan, *products: tuple) -> list:
     """acc + a @ b of each (acc, a, b), with one wait for all."""
     if plan.interpret is not None:  # JAX's interpreter has neither run_state nor WGMMA on registers
         return [acc + jnp.dot(*(x[...].astype(jnp.float32) for x in factors)) for acc, *factors in products]
@@ -259,7 +259,7 @@ class _List(NamedTuple):
         return step >= self.refs[1][(*self.at, 0)] * self.parts
 
 
-def forward(plan: Plan, q, k, v, sinks, lists, operands):
+def forward(plan: KernelPlan, q, k, v, sinks, lists, operands):
     """(out `[B, T, H, D]`, max in `plan.per_logit` and sum `[B, H, T]`)."""
     batch, length, heads, size = q.shape
     columns, stages = TILES[size][0]
@@ -360,7 +360,7 @@ def _fetch_keys(refs, buffers, barriers, b, kv_head, tiles: _List, columns: int)
     return fetch
 
 
-def _kernel(plan: Plan, name: str, body: Callable, out_type, grid: tuple[int, ...], scratch: list):
+def _kernel(plan: KernelPlan, name: str, body: Callable, out_type, grid: tuple[int, ...], scratch: list):
     body.__name__ = f"attention_{name}"
     options = {} if plan.interpret is None else {"interpret": plan.interpret}
     return mg.kernel(
@@ -376,7 +376,7 @@ def _kernel(plan: Plan, name: str, body: Callable, out_type, grid: tuple[int, ..
     )
 
 
-def backward_queries(plan: Plan, q, k, v, do, m, delta, lists, operands):
+def backward_queries(plan: KernelPlan, q, k, v, do, m, delta, lists, operands):
     """(dq, and for the `learned` operands that are not along keys the sums of rows `[B, H, T]`); m as `forward`'s."""
     batch, length, heads, size = q.shape
     columns, stages = TILES[size][1]
@@ -442,7 +442,7 @@ def backward_queries(plan: Plan, q, k, v, do, m, delta, lists, operands):
     return dq, sums
 
 
-def backward_keys(plan: Plan, q, k, v, do, m, delta, lists, operands):
+def backward_keys(plan: KernelPlan, q, k, v, do, m, delta, lists, operands):
     """(dk, dv, and for the `learned` operands along keys the sums of rows `[B, Hk, Tk]`); m as `forward`'s."""
     (batch, length, kv_heads, size), group = k.shape, plan.group
     columns, stages = TILES[size][2]

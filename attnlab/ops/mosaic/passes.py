@@ -9,12 +9,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
 from attnlab.ops.mosaic import kernels
-from attnlab.ops.mosaic.kernels import Plan
+from attnlab.ops.mosaic.kernels import KernelPlan
 from attnlab.ops.mosaic.programs import LOG2E
 from attnlab.types import Array
 
 
-def _mapped(plan: Plan, run: Callable, of_batch: tuple, others: tuple):
+def _mapped(plan: KernelPlan, run: Callable, of_batch: tuple, others: tuple):
     """run(plan, *of_batch, *others) with a rule for `vmap`: the mapped axis joins the batch.
 
     Args:
@@ -54,7 +54,7 @@ _once.defjvp(_refuse)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(plan: Plan, q, k, v, sinks, learned: list[Array], fixed: list[Array], lists: tuple):
+def attention(plan: KernelPlan, q, k, v, sinks, learned: list[Array], fixed: list[Array], lists: tuple):
     """(out `[B, T, H, D]`, (max, log_sum) `[B, T, H]`).
 
     Args:
@@ -75,7 +75,7 @@ def _run(plan, q, k, v, sinks, learned, fixed, lists):
     return out, (maximum.swapaxes(1, 2), log_sum.swapaxes(1, 2)), (m, total)
 
 
-def _operands(plan: Plan, learned, fixed) -> list[Array]:
+def _operands(plan: KernelPlan, learned, fixed) -> list[Array]:
     operands, first = list(fixed), len(plan.mask.operands) if plan.mask else 0
     for n, x in zip(plan.learned, learned):
         operands[first + n] = x

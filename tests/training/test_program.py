@@ -13,7 +13,7 @@ from attnlab import config as configs
 from attnlab.data.batches import TrainBatches
 from attnlab.nn import GPT, Mlp
 from attnlab.training import parallel, run
-from attnlab.training.experiment import Experiment, shared_programs
+from attnlab.training.program import TrainProgram, shared_programs
 from tests.parameters import parameters
 
 BATCHES = TrainBatches(np.arange(400) % 31, context=8, batch_size=4, seed=0)
@@ -36,7 +36,7 @@ def experiment(strategy="mesh", name="adamw", model=None, **fields):
     sizes = {"model.num_layers": 1, "model.width": 16, "model.context": 8, "model.dropout": 0.2, "batch_size": 4}
     config = run.resolve(configs.RunConfig.of({**sizes, "steps": 4, "optimizer.name": name, **fields})).config
     on = parallel.make(strategy, 4 if strategy == "pmap" else 1)
-    return Experiment(config, vocab_size=31, model=model, parallel=on)
+    return TrainProgram(config, vocab_size=31, model=model, parallel=on)
 
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -114,7 +114,7 @@ def test_losses_are_over_the_tokens_of_the_tokenizer_alone(model):
     logits = np.asarray(jax.jit(run.model.apply)(params, tokens), np.float64)[..., :31]
     expected = -np.take_along_axis(scipy.special.log_softmax(logits, -1), targets[..., None], -1).mean()
     batch = run.parallel.place_batch(BATCHES[0])
-    total, count = run.eval_step(params["params"], batch)
+    total, count = run.eval_step()(params["params"], batch)
     losses = [total / count]
     if isinstance(model, Small):  # is compiled at once
         losses.append(run.train_steps(run.create_state(params["params"]), [BATCHES[0]])[1]["loss"][0])

@@ -1,4 +1,4 @@
-"""An experiment: a model, its optimizer, its devices, and the compiled steps of training and evaluation."""
+"""The program of a run: a model, its optimizer, its devices, and the compiled steps of training and evaluation."""
 
 import contextlib
 import contextvars
@@ -26,17 +26,19 @@ from attnlab.ops.attention import Explanation, explain
 from attnlab.ops.score_mods import Forget
 from attnlab.support.errors import UserError
 from attnlab.training import optimizer as optimizers
+from attnlab.training import overrides, precision
 from attnlab.training import parallel as parallel_lib
-from attnlab.training import passed, precision
 from attnlab.training import state as states
+from attnlab.training.population import Population
 from attnlab.training.state import TrainState
 
+ONE = Population()
 _PROGRAMS: contextvars.ContextVar[dict | None] = contextvars.ContextVar("programs", default=None)
 
 
 @contextlib.contextmanager
 def shared_programs(programs: dict | None = None) -> Iterator[None]:
-    """Context, or decorator, in which experiments with the same programs trace and compile them once.
+    """Context, or decorator, in which runs with the same programs trace and compile them once.
 
     Within another such context it is that one's; `programs` holds them, for several contexts.
     """
@@ -48,7 +50,7 @@ def shared_programs(programs: dict | None = None) -> Iterator[None]:
         _PROGRAMS.reset(token)
 
 
-class Experiment:
+class TrainProgram:
     """Everything that a run computes with, by a `RunPlan`'s config. Nothing is compiled before it is called.
 
     `model` and `optimizer` are as in `attnlab.train.train`; `extensions` as in `optimizer.learning_rate`.
@@ -71,7 +73,7 @@ class Experiment:
     ):
         self.parallel = parallel or parallel_lib.from_config(config)
         self.config = config
-        self._ahead = {}
+        self._ahead, self._functions = {}, {}
         platform = self.parallel.mesh.devices.flat[0].platform
         if model is None:
             self.model = GPT(config.over_tokens(vocab_size))
@@ -107,7 +109,7 @@ class Experiment:
         self._first = self  # whose programs these are
         if (programs := _PROGRAMS.get()) is not None:
             own = map(_hashable, (model, optimizer))
-            config = _without_arguments(config), passed.version(config)
+            config = _without_arguments(config), overrides.version(config)
             key = *config, self.parallel, vocab_size, repr(extensions), *own
             self._first = programs.setdefault(key, self)
 
@@ -136,28 +138,28 @@ class Experiment:
         """The most updates of one call of the devices."""
         return states.steps_per_call(self.config, self.parallel.mesh.devices.flat[0].platform, self.parameters)
 
-    def train_steps(self, state, batches: Sequence[Batch], fixed=None, room: int = 1) -> tuple:
-        """(The state after a step on each of some batches, metrics float32 `[room]`, set for each); consumes the state.
+    def train_steps(
+        self, state, batches: Sequence[Batch], per_run=None, max_steps: int = 1, population: Population = ONE
+    ) -> tuple:
+        """(The state after a step on each of some batches, metrics float32 `[max_steps]`, set for each).
 
-        With an axis of runs in front of the state, batches and `fixed`, several runs are trained together: see
-        `state.together`. `room` is the number of batches that the program has room for.
+        Consumes the state. `max_steps` is the number of batches that the program has room for. Of several runs state,
+        batches and metrics have an axis of runs: see `Population`.
         """
-        fixed = self.fixed(self.config) if fixed is None else fixed
-        runs = np.ndim(fixed[0])
+        per_run = self.per_run([self.config]) if per_run is None else per_run
 
         def stacked(*of_steps):
-            stack = np.zeros((room, *of_steps[0].shape), of_steps[0].dtype)
+            stack = np.zeros((max_steps, *of_steps[0].shape), of_steps[0].dtype)
             stack[: len(of_steps)] = of_steps
             return stack
 
-        placed = self.parallel.place_batch(jax.tree.map(stacked, *batches), 1 + runs)
+        placed = self.parallel.place_batch(jax.tree.map(stacked, *batches), 1 + len(population.axes))
         count = self.parallel.replicate(np.int32(len(batches)))
         self._wait_for("train")
-        compiled = self._first._steps_together if runs else self._first._steps
         with self.parallel.transfer_guard():
-            return compiled(state, placed, fixed, count)
+            return self.steps(population)(state, placed, per_run, count)
 
-    def compile_ahead(self, runs: int | None = None) -> None:
+    def compile_ahead(self, population: Population = ONE) -> None:
         """Begin to compile the steps of training and evaluation in threads, into JAX's cache on disk.
 
         `train_steps` and `evaluate` wait for theirs. Without that cache, and over several processes, which must
@@ -170,8 +172,8 @@ class Experiment:
             with precision.products(self.config.precision):  # a context of one thread
                 lower().compile()
 
-        train = functools.partial(self.lower, runs, self.steps_per_call)
-        evaluation = functools.partial(self.lower_eval, runs)
+        train = functools.partial(self.lower, population, self.steps_per_call)
+        evaluation = functools.partial(self.lower_eval, population)
         pool = ThreadPoolExecutor(2, "attnlab-compile")
         self._ahead = {"train": pool.submit(into_cache, train), "eval": pool.submit(into_cache, evaluation)}
         pool.shutdown(wait=False)
@@ -180,59 +182,50 @@ class Experiment:
         if name in self._ahead:
             self._ahead.pop(name).exception()  # the call itself raises it
 
-    def fixed(self, *configs: RunConfig) -> tuple:
-        """Seed and learning rates, on the devices: arguments of the program, which runs that differ in them share.
+    def per_run(self, configs: Sequence[RunConfig]) -> tuple:
+        """Seed and learning rates of each run, on the devices: arguments of a program, which runs that differ in them
+        share."""
+        return self.parallel.replicate(Population(len(configs)).values(list(map(_per_run, configs))))
 
-        Of several configs, each with an axis of runs.
-        """
-        of_runs = [_fixed(config) for config in configs]
-        values = jax.tree.map(lambda *x: np.stack(x), *of_runs) if len(of_runs) > 1 else of_runs[0]
-        return self.parallel.replicate(values)
+    def steps(self, population: Population = ONE) -> Callable:
+        """The compiled training steps of (state, placed batches, `per_run`, their number)."""
+        return self._first._compiled("train", population, self._compile_steps)
 
-    @functools.cached_property
-    def _steps(self) -> Callable:
-        """The training steps of (state, placed batches, `fixed`, their number)."""
-        shardings = self.parallel.shardings(self.abstract_state)
-        return self.parallel.compile_train(self._training(lambda step: step), shardings, self._fuses_sums)
+    def eval_step(self, population: Population = ONE) -> Callable:
+        """The compiled `state.eval_step`: (params, placed batch) → sums over the global batch, float32 `[2 or 3]`."""
+        return self._first._compiled("eval", population, self._compile_eval)
 
-    @functools.cached_property
-    def _steps_together(self) -> Callable:
-        """The same of several runs."""
-        steps, replicated = self._training(states.together), self.parallel.replicated
-        return self.parallel.compile_train(steps, replicated, self._fuses_sums)
+    def _compiled(self, what: str, population: Population, compile_: Callable) -> Callable:
+        """A compiled function, which several runs share whatever their number."""
+        key = what, population.n == 1
+        if key not in self._functions:
+            self._functions[key] = compile_(population)
+        return self._functions[key]
 
-    def _training(self, of_runs: Callable) -> Callable:
+    def _compile_steps(self, population: Population) -> Callable:
         self.check_backend()
         config, model, optimizer_at = self.config, self._over_tokens, self._optimizer_at
         accumulation, ema = config.optimizer.accumulation, config.optimizer.ema
 
-        def steps(state, batches, fixed, count, axis_name=None):
-            def step(state, batch, fixed):
-                seed, at = fixed
+        def steps(state, batches, per_run, count, axis_name=None):
+            def step(state, batch, per_run):
+                seed, at = per_run
                 optimizer = optimizer_at(at=at)
                 return states.train_step(model, optimizer, seed, accumulation, state, batch, axis_name, ema=ema)
 
-            return states.repeated(of_runs(step), state, batches, fixed, count)
+            return states.repeated(population.step(step), state, batches, per_run, count)
 
-        return steps
+        is_one, parallel = population.n == 1, self.parallel
+        shardings = parallel.shardings(self.abstract_state) if is_one else parallel.replicated
+        return parallel.compile_train(steps, shardings, self._fuses_sums)
 
-    @property
-    def eval_step(self) -> Callable:
-        """The compiled `state.eval_step`: (params, placed batch) → sums over the global batch, float32 `[2 or 3]`."""
-        return self._first._eval_step
-
-    @functools.cached_property
-    def _eval_step(self) -> Callable:
-        step = functools.partial(states.eval_step, self._over_tokens)
-        return self.parallel.compile_eval(step, self._fuses_sums)
-
-    @functools.cached_property
-    def _eval_together(self) -> Callable:
-        """The same of several runs on one batch: `[runs, 2 or 3]`."""
+    def _compile_eval(self, population: Population) -> Callable:
+        model = self._over_tokens
 
         def step(params, batch, axis_name=None):
-            return jax.vmap(lambda params: states.eval_step(self._over_tokens, params, batch, axis_name))(params)
+            return jax.vmap(lambda params: states.eval_step(model, params, batch, axis_name))(params)
 
+        step = functools.partial(states.eval_step, model) if population.n == 1 else step
         return self.parallel.compile_eval(step, self._fuses_sums)
 
     def create_state(self, params=None, seed: int | None = None) -> TrainState:
@@ -246,15 +239,16 @@ class Experiment:
         return TrainState(step, params, opt_state, average)
 
     def evaluate(
-        self, params, batches: Batches, stop: Callable[[], bool] = lambda: False, together: bool = False
+        self,
+        params,
+        batches: Batches,
+        stop: Callable[[], bool] = lambda: False,
+        population: Population = ONE,
     ) -> list[dict[str, float]] | None:
-        """Mean "loss" over held-out text in nats per token, or over the answers of a task, with the "accuracy".
-
-        Of each run whose parameters are along the first axis, if they are several `together`; None when `stop()`
-        returns True before its end.
-        """
+        """Of each run the mean "loss" over held-out text in nats per token, or over the answers of a task, with the
+        "accuracy"; None when `stop()` returns True before the end."""
         self._wait_for("eval")
-        sums, step = 0, self._first._eval_together if together else self.eval_step
+        sums, step = 0, self.eval_step(population)
         for batch in prefetched(batches):
             if stop():
                 return None
@@ -267,31 +261,31 @@ class Experiment:
 
     def trace(self) -> jax.stages.Traced:
         """The training step traced for shapes: `.jaxpr` lists what it computes, and nothing is compiled."""
-        return self._first._steps.trace(*self._shapes())
+        return self.steps().trace(*self._shapes(ONE, 1))
 
-    def lower(self, runs: int | None = None, room: int = 1) -> jax.stages.Lowered:
-        """The training steps lowered from shapes, perhaps of `runs` together: `.compile()` tells their memory."""
-        first = self._first
-        return (first._steps if runs is None else first._steps_together).lower(*self._shapes(runs, room))
+    def lower(self, population: Population = ONE, max_steps: int = 1) -> jax.stages.Lowered:
+        """The training steps lowered from shapes: `.compile()` tells their memory."""
+        return self.steps(population).lower(*self._shapes(population, max_steps))
 
-    def _shapes(self, runs: int | None = None, room: int = 1) -> tuple:
-        """The arguments of `_steps`, or `_steps_together`."""
-        outer = () if runs is None else (runs,)
-
-        def replicated(x):
-            return jax.ShapeDtypeStruct((*outer, *x.shape), x.dtype, sharding=self.parallel.replicated)
-
-        state, fixed = self.abstract_state, jax.tree.map(replicated, _fixed(self.config))
-        if runs is not None:
-            state = jax.tree.map(replicated, state), replicated(np.bool_())
-        count = jax.ShapeDtypeStruct((), np.int32, sharding=self.parallel.replicated)
-        return state, self._abstract_batch((room, *outer)), fixed, count
-
-    def lower_eval(self, runs: int | None = None) -> jax.stages.Lowered:
-        """The evaluation of one batch, lowered from shapes, perhaps of `runs` together."""
-        state, step = self._shapes(runs)[0], self.eval_step if runs is None else self._first._eval_together
+    def lower_eval(self, population: Population = ONE) -> jax.stages.Lowered:
+        """The evaluation of one batch, lowered from shapes."""
         size = self.config.batch_size // self.config.optimizer.accumulation
-        return step.lower((state if runs is None else state[0]).params, self._abstract_batch(batch_size=size))
+        params = population.states(self._abstract(population)).params
+        return self.eval_step(population).lower(params, self._abstract_batch(batch_size=size))
+
+    def _abstract(self, population: Population):
+        """The shapes and shardings of a population's state."""
+        if population.n == 1:
+            return self.abstract_state
+        alive = jax.ShapeDtypeStruct((), np.bool_)
+        return population.shapes((self.abstract_state, alive), self.parallel.replicated)
+
+    def _shapes(self, population: Population, max_steps: int) -> tuple:
+        """The arguments of `steps`."""
+        per_run = population.shapes(_per_run(self.config), self.parallel.replicated)
+        count = jax.ShapeDtypeStruct((), np.int32, sharding=self.parallel.replicated)
+        batches = self._abstract_batch((max_steps, *population.axes))
+        return self._abstract(population), batches, per_run, count
 
     def _abstract_batch(self, outer: tuple[int, ...] = (), batch_size: int | None = None) -> Batch:
         config = self.config
@@ -313,7 +307,7 @@ def _without_arguments(config: RunConfig) -> RunConfig:
 
 
 def _hashable(value):
-    """A value, or its identity where it has no hash, as a mask of arrays; the experiment keeps it alive."""
+    """A value, or its identity where it has no hash, as a mask of arrays; the program keeps it alive."""
     try:
         hash(value)
     except TypeError:
@@ -332,7 +326,7 @@ def _gains_by_fused_sums(layer: LayerConfig) -> bool:
     return type(layer) in (AttentionConfig, LocalConfig) and layer.mask is None and layer.score_mod is None
 
 
-def _fixed(config: RunConfig) -> tuple:
+def _per_run(config: RunConfig) -> tuple:
     return np.int32(config.seed), jax.tree.map(np.float32, optimizers.peaks(config.optimizer))
 
 

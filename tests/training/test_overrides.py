@@ -9,7 +9,7 @@ from attnlab import config as configs
 from attnlab.masks import Causal, SlidingWindow
 from attnlab.score_mods import ScoreFn
 from attnlab.support.errors import UserError
-from attnlab.training.passed import NOTHING, Passed, with_parts
+from attnlab.training.overrides import NOTHING, Overrides, with_parts
 
 
 class Tiny(nn.Module):
@@ -46,10 +46,10 @@ def saved(passed, config=CONFIG):
     ids=["model", "optimizer"],
 )
 def test_run_continues_with_what_computes_the_same_alone(one, same, other):
-    kept = saved(Passed(**one))
-    Passed(**same).check_continues(kept, CONFIG, "runs/x")
+    kept = saved(Overrides(**one))
+    Overrides(**same).check_continues(kept, CONFIG, "runs/x")
     with pytest.raises(UserError, match=f"^the code of {next(iter(other))} = .* has changed since runs/x began, its "):
-        Passed(**other).check_continues(kept, CONFIG, "runs/x")
+        Overrides(**other).check_continues(kept, CONFIG, "runs/x")
 
 
 def test_run_continues_with_a_function_that_computes_the_same_and_an_equal_mask():
@@ -73,8 +73,12 @@ def test_run_continues_with_a_function_that_computes_the_same_and_an_equal_mask(
 @pytest.mark.parametrize(
     "passed, before, message",
     [
-        (NOTHING, Passed(model=Tiny()), "holds a run with model = Tiny.*, and model= gives None: pass the same"),
-        (Passed(optimizer=optax.sgd(1.0)), NOTHING, "a run with optimizer = None, and optimizer= gives a user's: pass"),
+        (NOTHING, Overrides(model=Tiny()), "holds a run with model = Tiny.*, and model= gives None: pass the same"),
+        (
+            Overrides(optimizer=optax.sgd(1.0)),
+            NOTHING,
+            "a run with optimizer = None, and optimizer= gives a user's: pass",
+        ),
     ],
     ids=["model", "optimizer"],
 )
@@ -84,14 +88,14 @@ def test_what_was_passed_is_passed_again(passed, before, message):
 
 
 def test_run_of_an_attnlab_with_other_versions_is_refused():
-    passed = Passed(model=Tiny())
+    passed = Overrides(model=Tiny())
     with pytest.raises(UserError, match="^runs/x was begun by an older attnlab, with other versions of code: train"):
         passed.check_continues(passed.metadata(), CONFIG, "runs/x")
 
 
 @pytest.mark.parametrize("model, precision", [(Tiny(), "float32"), (Tiny(dtype=jnp.bfloat16), "bfloat16")])
 def test_precision_is_what_the_model_computes_in(model, precision):
-    passed, other = Passed(model=model), {"float32": "bfloat16", "bfloat16": "float32"}[precision]
+    passed, other = Overrides(model=model), {"float32": "bfloat16", "bfloat16": "float32"}[precision]
     assert passed.precision("auto") == passed.precision(precision) == precision
     assert precision == "bfloat16" or passed.precision("tf32") == "tf32"
     with pytest.raises(UserError, match=f"config.precision = '{other}', but Tiny computes in {precision}: leave it"):
@@ -100,4 +104,4 @@ def test_precision_is_what_the_model_computes_in(model, precision):
 
 def test_precision_that_a_run_cannot_name_is_refused():
     with pytest.raises(UserError, match="Tiny computes in float16: expected float32 or bfloat16"):
-        Passed(model=Tiny(param_dtype=jnp.float16)).precision("auto")
+        Overrides(model=Tiny(param_dtype=jnp.float16)).precision("auto")

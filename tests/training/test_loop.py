@@ -20,10 +20,12 @@ from attnlab.nn.config import KINDS
 from attnlab.sweeping import together
 from attnlab.training import optimizer as optimizers
 from attnlab.training import parallel, profiling, state
-from attnlab.training.experiment import Experiment
+from attnlab.training.loop import TrainLoop
+from attnlab.training.members import Members
+from attnlab.training.population import Population
 from attnlab.training.preemption import PreemptionHandler
-from attnlab.training.run import load, open, resolve
-from attnlab.training.trainer import Trainer
+from attnlab.training.program import TrainProgram
+from attnlab.training.run import load, open_run, resolve
 from tests import runs
 from tests.parameters import parameters
 
@@ -32,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 BATCHES = TrainBatches(np.random.default_rng(0).integers(0, 31, 5000), context=16, batch_size=8, seed=0)
 SEEDS_AND_RATES = ((0, 3e-3), (1, 1e-3), (2, 1e-2))
 OPTIONS = {"local": {"model.local.window": 5}}
+THREE = Population(3)
 FAST = ("attention", "gated_delta")  # a mixer of every operator
 
 
@@ -39,7 +42,7 @@ def experiment(strategy="mesh", devices=1, model=None, **fields):
     sizes = {"num_layers": 1, "num_heads": 2, "width": 16, "context": 16, "dropout": 0.1}
     values = {"steps": 50, "batch_size": 8, "precision": "float32"} | {f"model.{n}": x for n, x in sizes.items()}
     on = parallel.make(strategy, devices)
-    return Experiment(configs.RunConfig.of(values | fields), vocab_size=31, parallel=on, model=model)
+    return TrainProgram(configs.RunConfig.of(values | fields), vocab_size=31, parallel=on, model=model)
 
 
 def several(run):
@@ -59,10 +62,10 @@ def leaves(tree):
 
 def test_steps_have_the_same_bits_however_they_are_grouped():
     run, found = experiment(model=runs.Bigram(31)), []
-    for room, groups in ((1, [1] * 7), (8, [7]), (8, [3, 1, 3]), (4, [4, 3])):
+    for most, groups in ((1, [1] * 7), (8, [7]), (8, [3, 1, 3]), (4, [4, 3])):
         now, at, losses = run.create_state(), 0, []
         for count in groups:
-            now, metrics = run.train_steps(now, [BATCHES[at + n] for n in range(count)], room=room)
+            now, metrics = run.train_steps(now, [BATCHES[at + n] for n in range(count)], max_steps=most)
             losses, at = [*losses, *np.asarray(metrics["loss"])[:count]], at + count
         found.append([*leaves(now), np.array(losses)])
     for other in found[1:]:
@@ -74,8 +77,8 @@ def test_run_killed_at_every_step_of_a_call_resumes_in_other_calls(tmp_path, mon
     """Nothing of a call is on disk before its end, so that it does not matter when a kill interrupts it."""
     as_fast = property(lambda timer: 1e-9, lambda timer, seconds: None)
     monkeypatch.setattr(profiling.Timer, "pace", as_fast, raising=False)  # calls end for other reasons than time
-    counts, take = [], Experiment.train_steps
-    monkeypatch.setattr(Experiment, "train_steps", lambda *args: counts.append(len(args[2])) or take(*args))
+    counts, take = [], TrainProgram.train_steps
+    monkeypatch.setattr(TrainProgram, "train_steps", lambda *args: counts.append(len(args[2])) or take(*args))
     own = {"model": runs.Bigram()}
     fields = {"data__tokenizer": "byte", "model__dropout": 0.0}
     train.train(runs.quick(**fields), tmp_path / "undisturbed", **own)
@@ -91,13 +94,13 @@ def test_run_killed_at_every_step_of_a_call_resumes_in_other_calls(tmp_path, mon
 
 def test_rates_of_calls_are_of_their_own_time(tmp_path, monkeypatch):
     """Where a dispatch lasts as long as its call, as that of a loop on a GPU: 1/128 s a step here."""
-    clock, take = types.SimpleNamespace(now=0.0), Experiment.train_steps
+    clock, take = types.SimpleNamespace(now=0.0), TrainProgram.train_steps
 
     def train_steps(run, state, batches, *rest):
         clock.now += len(batches) / 128
         return jax.block_until_ready(take(run, state, batches, *rest))
 
-    monkeypatch.setattr(Experiment, "train_steps", train_steps)
+    monkeypatch.setattr(TrainProgram, "train_steps", train_steps)
     monkeypatch.setattr(profiling, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
     fields = {"data__tokenizer": "byte", "model__dropout": 0.0, "steps": 32, "eval__every": 13, "checkpoint__every": 64}
     config = runs.quick(parallel__steps_per_call=4, log__every=1, **fields)
@@ -116,15 +119,15 @@ def test_step_of_runs_together_equals_each_alone(kind):
     """
     run = experiment(**{"model.layers": kind, "optimizer.name": "sgd"} | OPTIONS.get(kind, {}))
     made, batches, states = several(run)
-    joined = state.joined(states)
-    expected = [run.train_steps(one, [b[0]], run.fixed(c)) for one, b, c in zip(states, batches, made)]
-    (after, alive), metrics = run.train_steps(joined, [Stacked(batches)[0]], run.fixed(*made))
+    joined = THREE.join(jax.tree.map(jnp.copy, states))
+    expected = [run.train_steps(one, [b[0]], run.per_run([c])) for one, b, c in zip(states, batches, made)]
+    (after, alive), metrics = run.train_steps(joined, [Stacked(batches)[0]], run.per_run(made), population=THREE)
     assert alive.all() and len(set(np.asarray(metrics["loss"])[0])) == 3
-    for place, (alone, of_one) in enumerate(expected):
+    for index, (alone, of_one) in enumerate(expected):
         for name, value in of_one.items():
             rtol = 1e-6 if name == "loss" else 6e-6
-            np.testing.assert_allclose(metrics[name][0, place], value[0], rtol=rtol, err_msg=name)
-        for a, b in zip(leaves(state.of_run(after, place)), leaves(alone)):
+            np.testing.assert_allclose(metrics[name][0, index], value[0], rtol=rtol, err_msg=name)
+        for a, b in zip(leaves(THREE.of_run((after, alive), index)), leaves(alone)):
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
@@ -136,8 +139,8 @@ def test_twenty_steps_in_float64_equal_each_alone():
         rates = np.array([3e-3, 1e-3, 1e-2])
         config = configs.Optimizer(warmup_steps=4)
 
-        def step(now, batch, fixed):
-            seed, rate = fixed
+        def step(now, batch, per_run):
+            seed, rate = per_run
             optimizer = optimizers.make(config, 20, at=optimizers.Peaks(rate, rate))
             return state.train_step(model, optimizer, seed, 1, now, batch)
 
@@ -147,9 +150,11 @@ def test_twenty_steps_in_float64_equal_each_alone():
         taken = [jax.tree.map(lambda *x: np.stack(x), *(one[n] for n in range(20))) for one in of_runs]
         alone = jax.jit(functools.partial(state.repeated, step))
         expected = [alone(*run, (np.int32(n), rates[n]), 20)[1]["loss"] for n, run in enumerate(zip(states, taken))]
-        many = jax.jit(functools.partial(state.repeated, state.together(step)))
+        many = jax.jit(functools.partial(state.repeated, THREE.step(step)))
         batches = jax.tree.map(lambda *x: np.stack(x, 1), *taken)
-        _, metrics = many(state.joined(states), batches, (np.arange(3, dtype=np.int32), rates), 20)
+        _, metrics = many(
+            THREE.join(jax.tree.map(jnp.asarray, states)), batches, (np.arange(3, dtype=np.int32), rates), 20
+        )
         assert metrics["loss"].dtype == jnp.float64
         np.testing.assert_allclose(metrics["loss"], np.stack(expected, 1), rtol=0, atol=1e-9)
 
@@ -159,7 +164,7 @@ def test_runs_together_over_devices_equal_one_device(strategy):
     losses = []
     for run in (experiment(model=runs.Bigram(31)), experiment(strategy, 4, model=runs.Bigram(31))):
         made, batches, states = several(run)
-        _, metrics = run.train_steps(state.joined(states), [Stacked(batches)[0]], run.fixed(*made))
+        _, metrics = run.train_steps(THREE.join(states), [Stacked(batches)[0]], run.per_run(made), population=THREE)
         losses.append(np.asarray(metrics["loss"]))
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
@@ -178,15 +183,15 @@ def test_run_that_diverges_keeps_its_last_state_and_the_others_go_on():
     stacked = [Stacked(batches)[n] for n in range(5)]
     for n, batch in enumerate(stacked):
         batch.tokens[:, 0, 0] = [0, 30 if n == 2 else 0, 0]
-    kept, _ = run.train_steps(state.joined(states), stacked[:2], run.fixed(*made), room=2)
-    (after, alive), metrics = run.train_steps(kept, stacked[2:], run.fixed(*made), room=8)
+    per_run = run.per_run(made)
+    kept, _ = run.train_steps(THREE.join(states), stacked[:2], per_run, 2, THREE)
+    (after, alive), metrics = run.train_steps(kept, stacked[2:], per_run, 8, THREE)
     assert alive.tolist() == [True, False, True] and after.step.tolist() == [5, 2, 5]
     assert np.isfinite(metrics["loss"][:3]).tolist() == [[True, False, True], [True] * 3, [True] * 3]
     _, batches, states = several(run)
-    alone, _ = run.train_steps(
-        states[1], [Batch(*(None if x is None else x[1] for x in b)) for b in stacked[:2]], run.fixed(made[1]), room=2
-    )
-    for a, b in zip(leaves(state.of_run(after, 1)), leaves(alone)):
+    of_one = [Batch(*(None if x is None else x[1] for x in b)) for b in stacked[:2]]
+    alone, _ = run.train_steps(states[1], of_one, run.per_run(made[1:2]), 2)
+    for a, b in zip(leaves(THREE.of_run((after, alive), 1)), leaves(alone)):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -229,11 +234,11 @@ def test_first_of_runs_one_after_another_equals_a_run_of_its_own(alone):
 def test_runs_together_have_folders_as_each_alone_and_resume_in_any_grouping(alone, tmp_path):
     fields = {"parallel__steps_per_call": 5}
     made = [resolve(config, workdir) for workdir, config in configs_of(tmp_path, range(2), **fields).items()]
-    program = load(made[0])
+    shared = load(made[0])
     with pytest.raises(runs.CrashError), contextlib.ExitStack() as opened, contextlib.redirect_stdout(io.StringIO()):
         preemption = opened.enter_context(PreemptionHandler())
-        members = [opened.enter_context(open(plan, program=program, together=2)) for plan in made]
-        Trainer(members, preemption, on_step=runs.crash_at(7)).run()
+        members = [opened.enter_context(open_run(plan, shared=shared, together=2)) for plan in made]
+        TrainLoop(members, preemption, on_step=runs.crash_at(7)).run()
     assert [runs.kept(tmp_path / f"seed={seed}") for seed in range(2)] == [[4], [4]]
     run, out = quietly(train.train, runs.quick(seed=0, **fields), tmp_path / "seed=0")  # one goes on alone
     assert run.signal == 0 and "resumed from step 4" in out
@@ -244,10 +249,10 @@ def test_runs_together_have_folders_as_each_alone_and_resume_in_any_grouping(alo
 
 def test_runs_that_fail_together_go_on_by_halves(alone, tmp_path, monkeypatch):
     """As for want of memory, at the first step and after a checkpoint that some of them have saved."""
-    run, tried = Trainer.run, []
+    run, tried = TrainLoop.run, []
 
     def failing(self):
-        tried.append(len(self._runs))
+        tried.append(len(self.members.runs))
         if len(tried) == 1:
             raise MemoryError("no room")
         if len(tried) == 2:
@@ -258,7 +263,7 @@ def test_runs_that_fail_together_go_on_by_halves(alone, tmp_path, monkeypatch):
                 raise MemoryError("no room") from None
         return run(self)
 
-    monkeypatch.setattr(Trainer, "run", failing)
+    monkeypatch.setattr(TrainLoop, "run", failing)
     code, out = quietly(together.train_all, configs_of(tmp_path, range(3)), "3")
     assert code == 0 and tried[0] == 3 and "3 runs together failed (out of memory" in out
     assert all(f'["seed={n}", ""]' in out for n in (1, 2)) and '["seed=0", "out of memory' in out
@@ -274,13 +279,13 @@ def test_runs_that_all_diverge_are_told_and_end_the_process(tmp_path):
 
 
 def test_signal_in_the_last_save_of_a_run_starts_no_other(tmp_path, monkeypatch):
-    finish = Trainer._finish
+    finish = Members.finish
 
-    def interrupted(self, *place_and_step):
-        finish(self, *place_and_step)
+    def interrupted(self, step):
+        finish(self, step)
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(Trainer, "_finish", interrupted)
+    monkeypatch.setattr(Members, "finish", interrupted)
     code, out = quietly(together.train_all, configs_of(tmp_path, range(2)), "1")
     assert code == 128 + signal.SIGTERM and '["seed=0", ""]' in out and not (tmp_path / "seed=1").exists()
 

@@ -19,7 +19,7 @@ from attnlab.support.errors import UserError
 _PRECISIONS = ("float32", "bfloat16")
 
 
-class Passed(NamedTuple):
+class Overrides(NamedTuple):
     """Arguments of `train` in place of a config's values; None for the config's alone."""
 
     model: nn.Module | None = None
@@ -79,7 +79,7 @@ class Passed(NamedTuple):
         if (dtype := getattr(self.model, "dtype", None)) is None:
             try:
                 shapes = jax.eval_shape(self.model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
-            except TypeError:  # `Experiment` tells how the model is called
+            except TypeError:  # `TrainProgram` tells how the model is called
                 return "float32"
             # Where a module has no `dtype`, Flax computes in the type of its parameters.
             dtype = jnp.result_type(*jax.tree.leaves(shapes))
@@ -91,7 +91,7 @@ class Passed(NamedTuple):
         return found if configured == "auto" else configured
 
 
-NOTHING = Passed()
+NOTHING = Overrides()
 
 
 def version(config: RunConfig) -> str:

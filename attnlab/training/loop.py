@@ -1,0 +1,162 @@
+"""The training loop: one run, or several as one program, from the first step to the last."""
+
+import collections
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+
+from attnlab.data.batches import Batch, prefetched
+from attnlab.training import parallel as parallel_lib
+from attnlab.training.checkpoints import OnPhase
+from attnlab.training.members import Members
+from attnlab.training.preemption import PreemptionHandler
+from attnlab.training.profiling import Profiler, Timer
+from attnlab.training.run import OpenRun
+
+LONGEST_CALL = 1.0  # seconds that a call of the devices may take: signals wait for its end
+
+
+class _Call(NamedTuple):
+    """A call of the devices that was dispatched, and its metrics, each `[max_steps]` or `[max_steps, runs]`."""
+
+    first: int  # step
+    last: int
+    metrics: dict
+
+
+class TrainLoop:
+    """Train from a state to the end of the run, or until stopped.
+
+    A turn of the loop is a call of the devices, of one step or more. The devices compute while the host reads the
+    metrics of the call before. At a pause, where a step is due to be evaluated, saved or sampled, it waits for them.
+
+    A signal (SIGTERM, Ctrl-C) that comes after the first step is polled once a call, and while evaluating: the loop
+    saves and ends. A kill leaves the newest whole checkpoint, and the log is cut to its step at the next start; a step
+    that was saved and not yet evaluated is evaluated then.
+
+    Several runs, which differ in seed and learning rates alone, take each step as one program. `members` holds their
+    state and does all that is done with each; one that diverges, or is out of patience, ends before the others.
+
+    Args:
+      runs: open; their logs and files are written by the first process alone.
+      preemption: tells of signals.
+      on_step: called for every step in every process, `on_step(step, metrics)`; see `attnlab.train.train`.
+      on_phase: `with on_phase(name)` surrounds each of `checkpoints.PHASES`.
+
+    Attributes:
+      errors: of the runs that diverged, by their index; the caller raises or tells them.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[OpenRun],
+        preemption: PreemptionHandler,
+        on_step: Callable[[int, dict], None] | None = None,
+        on_phase: OnPhase = contextlib.nullcontext,
+    ):
+        self.members = Members(runs, on_phase)
+        self.config, self.program = self.members.config, self.members.program
+        self.start, self.reporter, self.errors = runs[0].start, runs[0].reporter, self.members.errors
+        self.preemption, self.on_step, self.on_phase = preemption, on_step, on_phase
+        self._per_run = self.program.per_run([run.plan.config for run in runs])
+        self._unread = collections.deque()  # calls that were dispatched, but not yet read
+        self._timer = Timer(self.start)
+        self._longest = None  # steps of a call of `LONGEST_CALL` seconds, once known
+
+    def run(self) -> int:
+        """Train to the last step; returns 0, or 128 + the number of the signal that stopped and saved the run."""
+        members, step, end = self.members, self.start, self.config.steps
+        members.begin(step)
+        batches = prefetched(members.batches(), step, end)
+        with self.reporter, members.profiler(step) as profiler:
+            if members.evaluation_pending(step) and not members.evaluate(step, self.preemption.requested):
+                return self.preemption.exit_code
+            members.end_exhausted(step)  # runs out of patience that were stopped before they ended
+            self._timer.restart(step)
+            while step < end and members.runs:
+                step = self._call(step, batches, profiler)
+                stopping = self.preemption.requested()  # later requests wait for the next call
+                due = members.due(step)
+                self._read(wait=stopping or any(due))
+                if not members.runs:  # all have diverged
+                    break
+                if due.evaluate and not stopping:
+                    stopping = not members.evaluate(step, self.preemption.requested)
+                if stopping:
+                    members.save_and_stop(step)
+                    return self.preemption.exit_code
+                if due.save:
+                    members.save(step, members.runs)
+                if due.evaluate:
+                    members.end_exhausted(step)
+                if due.sample:
+                    members.sample(step)
+                if any(due):
+                    self._timer.restart(step)  # exclude evaluation, saving and sampling
+                    self._longest = None
+            members.finish(step)
+        return 0
+
+    def _call(self, step: int, batches: Iterator[Batch], profiler: Profiler) -> int:
+        """Dispatch the steps after one, as many as the call may have; returns the last of them."""
+        is_first, began, members = step == self.start, time.perf_counter(), self.members
+        if is_first:
+            self.reporter.say("compiling the step")
+        taken = list(itertools.islice(batches, self._steps_ahead(step)))
+        if not self._unread or self._unread[-1].metrics["loss"].is_ready():  # else the devices were still computing
+            self._timer.waited += time.perf_counter() - began
+        last = step + len(taken)
+        with profiler.step(step + 1), self.on_phase("compile" if is_first else "step"):
+            most = self.program.steps_per_call
+            members.state, metrics = self.program.train_steps(
+                members.state, taken, self._per_run, most, members.population
+            )
+            if is_first:
+                jax.block_until_ready(members.state)
+        self._timer.exclude(profiler.written(last, members.state))
+        if is_first:
+            self._report_first_step(last)
+        self._unread.append(_Call(step + 1, last, metrics))
+        if self.on_step:
+            for number in range(len(taken)):
+                self.on_step(step + 1 + number, {name: x[number] for name, x in metrics.items()})
+        return last
+
+    def _report_first_step(self, step: int) -> None:
+        self.preemption.handle()  # from here on there is something to save
+        self.reporter.print(f"first step finished: {self._timer.elapsed():.1f} s, including compilation")
+        self.reporter.show("")
+        if not self.members.logs_at(step):
+            self._timer.restart(step)  # exclude compilation too
+
+    def _steps_ahead(self, step: int) -> int:
+        """How many steps the next call has: up to the next pause, and at most `LONGEST_CALL` seconds."""
+        config, most = self.config, self.program.steps_per_call
+        if most == 1 or step == self.start:  # before the first step, there is nothing to save
+            return 1
+        every = [config.eval.every, config.checkpoint.every, config.sample.every or config.steps]
+        pauses = [step + each - step % each for each in every] + [config.steps, *self.members.history]
+        first, last = config.profiled() or (0, 0)
+        steps = min(each for each in [*pauses, first - 1, last] if each > step) - step
+        is_agreed = self._longest is not None and jax.process_count() > 1  # every process takes the same
+        if self._timer.pace and not is_agreed:
+            self._longest = parallel_lib.from_first_process(int(LONGEST_CALL / self._timer.pace))
+        return max(1, min(most, steps, self._longest or 1))
+
+    def _read(self, wait: bool) -> None:
+        """Read and record the metrics of all calls, or of all but the last, which the devices may be computing."""
+        while len(self._unread) > (not wait):
+            call = self._unread.popleft()
+            read = self.members.population.rows(call.metrics)
+            # The dispatch of a loop may last as long as the loop: then later calls have ended as well.
+            ended = [call, *(each for each in self._unread if each.metrics["loss"].is_ready())][-1].last
+            self._timer.stop(ended)
+            steps = range(call.first, call.last + 1)
+            for number, step in enumerate(steps):
+                self.members.record(step, {name: x[number] for name, x in read.items()}, self._timer)
+            if any(map(self.members.logs_at, steps)):
+                self._timer.restart(ended)

@@ -1,0 +1,98 @@
+"""Runs that are trained as one program: what one run and several do otherwise."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnlab.data.batches import Batches, Stacked
+from attnlab.training.state import TrainState
+
+
+class Population(NamedTuple):
+    """n runs that start from the same step, and differ in seed and learning rates alone.
+
+    One run is as it is. Several have an axis of runs in front of their state, batches, and metrics. Their state is
+    (states, bool `[n]`): a run keeps its state from the step on that would make its parameters not finite, or from its
+    end, while the others go on.
+
+    >>> Population().join([3]), Population(2).join([jnp.ones(4), jnp.zeros(4)])[0].shape
+    (3, (2, 4))
+    """
+
+    n: int = 1
+
+    def join(self, states: Sequence[Any]) -> Any:
+        """The state of the population; it takes the place of the states of several runs."""
+        if self.n == 1:
+            return states[0]
+        joined = _joined(states)
+        for leaf in jax.tree.leaves(states):
+            leaf.delete()
+        return joined
+
+    def of_run(self, state, index: int) -> TrainState:
+        """The state of one run."""
+        return state if self.n == 1 else _row(state[0], index)
+
+    def states(self, state) -> TrainState:
+        """The states of the runs, with the axis of several."""
+        return state if self.n == 1 else state[0]
+
+    def end(self, state, index: int):
+        """The state after the end of a run."""
+        return state if self.n == 1 else (state[0], state[1].at[index].set(False))
+
+    def stack(self, batches: Sequence[Batches]) -> Batches:
+        """Batches by step, of the batches of each run."""
+        return batches[0] if self.n == 1 else Stacked(batches)
+
+    def values(self, of_runs: Sequence[Any]) -> Any:
+        """Trees of numbers of each run as one tree."""
+        return of_runs[0] if self.n == 1 else jax.tree.map(lambda *x: np.stack(x), *of_runs)
+
+    def rows(self, metrics) -> dict[str, np.ndarray]:
+        """Metrics on the host, `[steps, n]`."""
+        return {name: x.reshape(len(x), self.n) for name, x in jax.device_get(metrics).items()}
+
+    def step(self, step: Callable) -> Callable:
+        """A step `(state, batch, per_run) → (state, metrics)` of the population, from that of a run."""
+        return step if self.n == 1 else _of_all(step)
+
+    def shapes(self, tree, sharding):
+        """The shapes of a run's tree of `jax.ShapeDtypeStruct`, with the axis of several, which have one sharding."""
+        outer = () if self.n == 1 else (self.n,)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*outer, *x.shape), x.dtype, sharding=sharding), tree)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The sizes of the axes that runs have in front: () or (n,)."""
+        return () if self.n == 1 else (self.n,)
+
+
+@jax.jit
+def _joined(states: Sequence[Any]):
+    return jax.tree.map(lambda *x: jnp.stack(x), *states), jnp.ones(len(states), bool)
+
+
+@jax.jit
+def _row(states, index):
+    return jax.tree.map(lambda x: x[index], states)
+
+
+def _of_all(step: Callable) -> Callable:
+    """A step of several runs, each of which ends where its parameters would not be finite."""
+
+    def step_all(state, batches, per_run):
+        before, alive = state
+        after, metrics = jax.vmap(step)(before, batches, per_run)
+        alive &= jnp.isfinite(metrics["param_norm"])
+
+        def advanced(new, old):
+            return jnp.where(alive.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+        return (jax.tree.map(advanced, after, before), alive), metrics
+
+    return step_all
