@@ -132,11 +132,14 @@ def _without_name() -> str:
 def define_config(values: flags.FlagValues, argv: list[str], saved: RunConfig | None = None) -> None:
     """Define `--config=EXPERIMENT[:VARIANT]`, and `--config.FIELD=VALUE`, which change it, or `saved` without one."""
     meaning = "experiment: a name, e.g. quickstart or sancho:tiny, or a Python file; --config.a.b=v changes a field"
+    experiment = next(iter(given(argv, "config")), "")
+    # First, as its layers may be kinds; --help needs none.
+    base = experiments.load(experiment) if experiment and not _HELP & {*argv} else saved
     if why := _unknown_field(argv):
         raise UserError(why)
     options = {"help_string": meaning, "flag_values": values, "sys_argv": _without_config(argv)}
     config_flags.DEFINE_config_dict("config", configs.default(), **options)
-    values["config"].base = next(iter(given(argv, "config")), saved)
+    values["config"].base, values["config"].experiment = base, experiment
 
 
 def define_import(values: flags.FlagValues, argv: list[str]) -> None:
@@ -175,10 +178,8 @@ def config_of(values: flags.FlagValues) -> tuple[RunConfig, str]:
     base = values["config"].base
     if base is None:
         raise UserError(_NO_CONFIG)
-    if isinstance(base, RunConfig):
-        return base.changed(changes(values)), ""
-    file, _, variant = base.partition(":")
-    return experiments.load(base).changed(changes(values)), Path(file).stem + (f"-{variant}" if variant else "")
+    file, _, variant = values["config"].experiment.partition(":")
+    return base.changed(changes(values)), Path(file).stem + (f"-{variant}" if variant else "")
 
 
 def changes(values: flags.FlagValues) -> dict[str, Any]:
@@ -282,6 +283,6 @@ def _unknown_field(argv: list[str]) -> str:
     groups = {name.rpartition(".")[0] for name in known}
     for word in argv[1:]:
         config, _, field = word.lstrip("-").partition("=")[0].partition(".")
-        if word.startswith("-") and config == "config" and field and field not in groups | known.keys():
+        if word.startswith("-") and config in ("config", "noconfig") and field and field not in groups | known.keys():
             return f"--{unknown(field) or f'config.{field} is for Python alone, RunConfig.changed(…)'}"
     return ""

@@ -20,6 +20,7 @@ from attnlab.data import tokenizers
 from attnlab.data.tasks import named
 from attnlab.nn import custom, records
 from attnlab.nn.config import KINDS, ModelConfig
+from attnlab.nn.layer import LayerConfig
 from attnlab.support.errors import UserError
 from attnlab.support.names import nearest
 from attnlab.support.options import (
@@ -291,9 +292,15 @@ class RunConfig:
                     own["model"] = self.model.changed(model)
                 except FieldError as error:
                     raise error.within("model") from None
-            return changed(self, own)
+            found = changed(self, own)
         except FieldError as error:
             raise UserError(f"config.{error}") from None
+        if found.data.name != (name := values.get("data.name", found.data.name)):
+            other = "path" if found.data.path else "mixture"
+            raise UserError(
+                f"config.data.name = {name!r} has no effect beside config.data.{other}: set that to '' as well"
+            )
+        return found
 
     @functools.cached_property
     def fields(self) -> dict[str, Any]:
@@ -306,7 +313,7 @@ class RunConfig:
         found = {names.get(name, name): x for name, x in values.items() if name not in _OF_RUN}
         layers, found["model.layers"] = self.model.layers, self.model.kinds
         for place, layer in enumerate(layers):
-            alone = all(other == layer for other in layers if other.kind == layer.kind)
+            alone = all(_alike(other, layer) for other in layers if other.kind == layer.kind)
             where = f"model.{layer.kind if alone else f'layers[{place}]'}"
             default, others = type(layer)(), [x.name for x in dataclasses.fields(layer) if not is_recorded(x)]
             own = {name: getattr(layer, name) for name in others}
@@ -355,6 +362,12 @@ class RunConfig:
             if not field.startswith(FREE_TO_CHANGE) and not records.same(was.get(field), now.get(field)):
                 return f"config.{field} = {now.get(field)!r}, there it was {was.get(field)!r}"
         return ""
+
+
+def _alike(one: LayerConfig, other: LayerConfig) -> bool:
+    """Whether two layers of a kind have equal fields, with functions that compute the same."""
+    values = ((getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one))
+    return all(a is b or a == b or records.same(a, b, by_version=True) for a, b in values)
 
 
 @functools.cache

@@ -65,7 +65,7 @@ def _main(values) -> int:
     custom.check_used(values["import"].value, [layer for point in points for layer in point.config.model.used])
     folder = Path(values.workdir or f"runs/{name}-sweep")
     if values.dry_run:
-        experiment = values["config"].base
+        experiment = values["config"].experiment
         words = ["attnlab", "train", f"--config={experiment}", *(f"--import={file}" for file in values["import"].value)]
         base = experiments.load(experiment)
         for point in points:

@@ -48,7 +48,7 @@ def main(values) -> int:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     options.check_common(values, COUNTS)
     config, changes = commands.config_of(values)[0], commands.changes(values)
-    arguments = [f"--config={values['config'].base}", *(f"--config.{field}={x}" for field, x in changes.items())]
+    arguments = [f"--config={values['config'].experiment}", *(f"--config.{field}={x}" for field, x in changes.items())]
     if config.checkpoint.dir:
         raise UserError("--config.checkpoint.dir: each run of this benchmark saves in its own workdir; leave it out")
     with tempfile.TemporaryDirectory(prefix="attnlab-start-") as name:

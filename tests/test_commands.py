@@ -81,6 +81,7 @@ def copy(tmp_path):
             [QUICKSTART, "--config.model.layers[0].window=8"],
             r"layers\[0\].window is for Python alone, RunConfig.changed",
         ),
+        ([QUICKSTART, "--noconfig.foo"], r"config.foo is not a field"),
         ([QUICKSTART, "--eval_only"], r"no run to evaluate"),
     ],
 )

@@ -20,7 +20,7 @@ from attnlab.nn import AttentionConfig, LayerConfig, ModelConfig, MultiHeadAtten
 from attnlab.nn.config import KINDS
 from attnlab.nn.multihead import LocalConfig
 from attnlab.support.errors import UserError
-from attnlab.sweeping import together
+from attnlab.sweeping import grid, together
 from attnlab.training.workdir import Workdir, read_run
 from tests.nn.user_parts import SOURCE
 
@@ -175,7 +175,7 @@ def test_config_survives_another_process_and_the_folder_of_a_run(tmp_path):
 def test_values_of_this_process_alone_are_told_in_one_line(tmp_path):
     local = RunConfig.of({"model.layers": AttentionConfig(score_mod=lambda score, b, h, i, j: score)})
     with pytest.raises(
-        UserError, match="<lambda> lives in this process alone, and jobs are processes of their own: put"
+        UserError, match="<lambda> lives in this process alone, and jobs are processes of their own: define"
     ):
         together.write({"one": local}, tmp_path / "runs.json")
     text = configs.to_json(local)
@@ -197,6 +197,58 @@ def test_saved_names_run_no_code_but_masks_and_score_mods():
         "arrays": [],
     }
     assert isinstance(records.value_of(record, {}), records.Absent)
+
+
+def test_function_that_its_name_is_not_goes_to_no_other_process(tmp_path):
+    """A loop leaves its last function under the name of all."""
+    text = "MODS = []\nfor slope in (0.1, 0.2):\n    def near(score, b, h, i, j, slope=slope):\n"
+    (file := tmp_path / "mine.py").write_text(f"{text}        return score - slope * (i - j)\n    MODS.append(near)\n")
+    first, last = custom.run(file).MODS
+    one, two = (RunConfig.of({"model.layers": score_mods.ScoreFn(mod)}) for mod in (first, last))
+    together.write({"two": two}, tmp_path / "runs.json")
+    with pytest.raises(UserError, match="^near lives in this process alone"):
+        together.write({"one": one}, tmp_path / "runs.json")
+    assert again(one) == one and again(two) == two and not one.difference(two)  # which their versions tell apart
+    assert len({point.name for point in grid.of_configs([one, two])}) == 2
+
+
+def test_parts_that_a_process_defines_anywhere_are_found_again_in_it():
+    @dataclasses.dataclass(frozen=True)
+    class Local(masks.Mask):
+        fn: object
+        function: object = None
+        factor: object = np.float64(2.0)
+        derived: int = dataclasses.field(init=False, default=0)
+
+    config = RunConfig.of({"model.layers": Local(lambda tile: tile)})
+    assert again(config) == config and custom.code(config.model)
+    assert type(again(config).model.layers[0].mask.factor) is np.float64
+    weighted = score_mods.ScoreFn(lambda score, b, h, i, j, weight: weight * score, 2.0)
+    config = RunConfig.of({"model.layers": (AttentionConfig(score_mod=weighted), AttentionConfig())})
+    assert again(config) == config
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"model.layers": "gru", "model.attention.mask": masks.Causal()}, "attention.mask = Causal.*has no attention"),
+        ({"model.attention.score_mod": len}, "attention.score_mod = .<built-in.*: expected score mods"),
+        ({"model.layers": (masks.Causal(), masks.Causal())}, "layers = .*: expected kinds or configs of layers"),
+        ({"model.layers": Reaching(reach=[3])}, "model.layers = .*: expected values that have a hash"),
+        ({"data.path": "a.txt", "data.name": "quijote"}, "data.name = 'quijote' has no effect beside config.data.path"),
+    ],
+    ids=str,
+)
+def test_value_that_would_be_lost_is_an_error(values, message):
+    with pytest.raises(UserError, match=message):
+        RunConfig.of(values)
+
+
+def test_kind_beyond_the_layers_of_a_model_is_read(tmp_path):
+    (file := tmp_path / "mine.py").write_text(SOURCE)
+    custom.import_file(file)
+    config = RunConfig.of({"model.layers": "attention Average", "model.num_layers": 1})
+    assert [*custom.code(config.model)] == ["Average"] and custom.to_load([config.model]) == [(str(file), "import")]
 
 
 def test_config_of_format_1_is_read():

@@ -132,6 +132,34 @@ def test_run_of_two_layers_of_a_kind_and_a_mask_resumes_and_is_read_by_commands(
     assert "another config (config.model.layers[0].window = 8, there it was 4)" in capsys.readouterr().err
 
 
+EXPERIMENT = """
+from attnlab.config import RunConfig
+from attnlab.masks import MaskFn
+from attnlab.nn import AttentionConfig, register
+from tests.nn.user_parts import Doubling
+
+def strided(b, h, i, j):
+    return (i - j) % 2 == 0
+
+register(Doubling, "twice")
+
+def get_config():
+    return RunConfig.of({"model.layers": (AttentionConfig(mask=MaskFn(strided)), AttentionConfig(window=4))})
+"""
+
+
+def test_commands_read_a_run_with_a_function_of_a_file_that_they_import(tmp_path, capsys):
+    (file := tmp_path / "mine.py").write_text(EXPERIMENT)
+    words = [f"--config={file}", *SMALL[1:], "--config.model.num_layers=2", f"--workdir={tmp_path}/run"]
+    assert train.main(["train", *words, "--config.steps=2"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    command = last.partition("attnlab sample ")[2].split()
+    assert command == [f"--workdir={tmp_path}/run", f"--import={file}"]
+    assert sample.main(["sample", *command, "--max_tokens=3"]) == 0
+    assert train.main(["train", *words[:-1], "--config.model.twice.kernel_size=2", "--config.model.layers=gru"]) == 2
+    assert "config.model.twice.kernel_size = 2: expected 4, as layers = 'gru' has no twice" in capsys.readouterr().err
+
+
 FACTOR = 0.1
 
 

@@ -214,8 +214,10 @@ def _given(config) -> tuple[RunConfig, set[str]]:
     """The config of an argument of `compare`, and the fields of it that the caller chose, which no task changes."""
     if isinstance(config, str):
         return experiments.load(config), set()
+    if isinstance(config, list | tuple):
+        return commands.from_words(config)
     if not isinstance(config, ConfigDict | RunConfig):
-        return commands.from_words(list(config))
+        raise ArgumentError("config", config, "expected the name of an experiment, a RunConfig, or a list of words")
     config, usual = configs.completed(config), RunConfig().fields
     return config, {name for name, value in config.fields.items() if name in usual and value != usual[name]}
 

@@ -41,7 +41,8 @@ class Variant(NamedTuple):
     def config(self, base: RunConfig) -> RunConfig:
         """Its config; UserError, which names it, for one that cannot be, or that would see other tokens."""
         try:
-            found = self.apply(base)
+            if not isinstance(found := self.apply(base), RunConfig):
+                raise UserError(f"its function returned {found!r}: expected a RunConfig, such as config.changed(…)")
             found.check_effects()
         except UserError as error:
             raise UserError(f"variant {self.name!r}: {error}") from error
@@ -88,7 +89,7 @@ def fields_of(what: str | Mapping[str, Any]) -> dict[str, Any]:
         why = "expected FIELD=VALUE FIELD=VALUE" if "sequence" in str(error) else error
         raise UserError(f"{what.strip()}: {why}") from error
     for field in values:
-        if why := configs.unknown(field):
+        if why := configs.unknown(str(field)):
             raise UserError(why)
     is_text = {field: isinstance(value, str) and field in configs.declared() for field, value in values.items()}
     return {field: commands.value_of(field, x) if is_text[field] else x for field, x in values.items()}

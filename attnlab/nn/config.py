@@ -1,6 +1,7 @@
 """The description of a model: the kinds of its layers, and what all layers share; checked once, in its constructor."""
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -162,7 +163,7 @@ class ModelConfig:
         """The config of a layer, by its number."""
         return self.layers[number % len(self.layers)]
 
-    @property
+    @functools.cached_property
     def used(self) -> tuple[LayerConfig, ...]:
         """The different configs of the model's layers."""
         found = []
@@ -269,10 +270,11 @@ def _replaced(layer: LayerConfig, change: Mapping[str, Any] | LayerConfig) -> La
 
 def _check_default(layer: LayerConfig, layers: str) -> None:
     """Raise FieldError for an option of a kind that no layer is of."""
-    default = option_values(type(layer)())
-    for name, value in option_values(layer).items():
-        if value != default[name]:
-            raise FieldError(name, value, f"expected {default[name]!r}, as layers = {layers!r} has no {layer.kind}")
+    default, names = type(layer)(), [field.name for field in dataclasses.fields(layer)]
+    for name in [*option_values(layer), *(name for name in names if name not in options(type(layer)))]:
+        value, usual = (functools.reduce(getattr, name.split("."), each) for each in (layer, default))
+        if value != usual:
+            raise FieldError(name, value, f"expected {usual!r}, as layers = {layers!r} has no {layer.kind}")
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -122,7 +122,7 @@ def import_file(file: str | Path) -> list[str]:
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     own = {n: x for n, x in public.items() if not _is_code(x) or x.__module__ == module.__name__}
     parts = {name: value for name, value in own.items() if _is_part(value)}
-    if not parts:
+    if not parts and not any(_is_code(x) and x.__module__ == module.__name__ for x in public.values()):
         raise UserError(f"--import={file}: it defines no layer, score mod or mask")
     configs = [value for value in parts.values() if _is_class(value, LayerConfig)]
     described = {config.module for config in configs}
@@ -141,6 +141,7 @@ def is_custom(kind: str) -> bool:
 def check_used(files: Sequence[str], layers: Sequence[LayerConfig]) -> None:
     """Raise UserError for an imported file of which no layer is."""
     used = {str(_SOURCES[layer.kind][2]) for layer in layers if layer.kind in _SOURCES}
+    used |= {records.named(part)["file"] for layer in layers for part in records.code_of(layer)}
     for file in files:
         if str(Path(file).expanduser().absolute()) not in used:
             kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
@@ -151,17 +152,28 @@ def to_load(models: Sequence[ModelConfig]) -> list[tuple[str, str]]:
     """How another process gets the user's code of some models, for `load`: files to "run", or to "import" for kinds.
 
     Raises:
-      UserError: code that lives in this process alone.
+      UserError: code that lives in this process alone, or that its name in its file is not.
     """
-    run_, found = [module for name, module in list(sys.modules.items()) if name.startswith(_RUN)], {}
-    for name, path in {each: None for model in models for each in code(model).items()}:
-        if str(path) not in {module.__file__ for module in run_}:
-            raise UserError(
-                f"{name} lives in this process alone, and jobs are processes of their own: put it into a file, and run "
-                "that by --import=FILE, in Python attnlab.nn.custom.import_file(FILE); or leave jobs out"
-            )
-        found[str(path)] = "import" if name in _SOURCES else found.get(str(path), "run")
+    found, files_ = {}, {module.__file__ for name, module in list(sys.modules.items()) if name.startswith(_RUN)}
+    layers = list({layer: None for model in models for layer in model.layers})
+    for layer in layers:
+        if layer.kind in _SOURCES:
+            name, path = layer.kind, str(_SOURCES[layer.kind][2])
+            found[path] = _checked(name, path, "import", path in files_)
+        for part in records.code_of(layer):
+            place = records.named(part)
+            path, is_found = place["file"], records.in_module(place) is part
+            found[path] = _checked(place["name"], path, found.get(path, "run"), path in files_ and is_found)
     return list(found.items())
+
+
+def _checked(name: str, path: str, how: str, is_valid: bool) -> str:
+    if is_valid:
+        return how
+    raise UserError(
+        f"{name} lives in this process alone, and jobs are processes of their own: define it by its name in a file, "
+        "and run that by --import=FILE, in Python attnlab.nn.custom.import_file(FILE); or leave jobs out"
+    )
 
 
 def load(code: Sequence[tuple[str, str]]) -> None:
@@ -181,8 +193,8 @@ def sources(layers: Sequence[LayerConfig]) -> dict[str, Source]:
 
 def code(model: ModelConfig) -> dict[str, Path]:
     """A user's code among a model's layers, and its file: custom kinds, and functions and classes of their parts."""
-    found = {layer.kind: _SOURCES[layer.kind][2] for layer in model.used if layer.kind in _SOURCES}
-    parts = (part for layer in model.used for part in records.code_of(layer))
+    found = {layer.kind: _SOURCES[layer.kind][2] for layer in model.layers if layer.kind in _SOURCES}
+    parts = (part for layer in model.layers for part in records.code_of(layer))
     return found | {part.__qualname__: Path(records.named(part)["file"]) for part in parts}
 
 
@@ -195,8 +207,8 @@ def layers_of(value) -> str | LayerConfig | Sequence[LayerConfig]:
         return tuple(value)
     if isinstance(value, Mask | jax.Array | np.ndarray):
         return AttentionConfig(mask=value)
-    mods = value if isinstance(value, tuple) else (value,)
-    if all(_is_part(each) and not isinstance(each, type) for each in mods):
+    mods = value if isinstance(value, tuple) and value else (value,)
+    if all(_is_part(each) and not isinstance(each, type | Mask) for each in mods):
         return AttentionConfig(score_mod=value)
     if not isinstance(value, type):
         raise UserError(f"layers = {value!r}: expected kinds or configs of layers, a class, a mask or a score mod")
@@ -287,7 +299,8 @@ def _without_default(module: type[nn.Module]) -> list[str]:
 
 def run(path: Path):
     """The module of a file that is run, once; UserError where it fails."""
-    name = f"{_RUN}{hashlib.sha256(copies.text_of(path).encode()).hexdigest()}"
+    content = f"{path} {copies.text_of(path)}"  # a file may read others beside it
+    name = f"{_RUN}{hashlib.sha256(content.encode()).hexdigest()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)

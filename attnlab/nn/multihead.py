@@ -287,6 +287,10 @@ class SoftmaxConfig(LayerConfig):
             object.__setattr__(self, "mask", Dense(self.mask))
         if self.score_mod is not None and "score_mod" in vars(self):
             object.__setattr__(self, "score_mod", as_tuple(self.score_mod))
+        if self.mask is not None and not isinstance(self.mask, Mask):
+            raise FieldError("mask", self.mask, "expected a mask, such as masks.PrefixLM(4)")
+        if not all(isinstance(mod, ScoreMod) for mod in as_tuple(self.score_mod)):
+            raise FieldError("score_mod", self.score_mod, "expected score mods, or functions of (score, b, h, i, j)")
         super().__post_init__()
 
     def shared(self, model):

@@ -10,7 +10,6 @@ import hashlib
 import inspect
 import json
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -35,7 +34,7 @@ _BUILT_IN = {
     if inspect.isclass(each) and issubclass(each, Mask | ScoreMod)
 }
 _CODE = ("class", "function")
-_WRITTEN = weakref.WeakValueDictionary()  # functions by the records of them that this process has written
+_WRITTEN: dict[str, Callable] = {}  # code by the records of it that this process has written, also of no module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +47,8 @@ class Absent(Mask, ScoreMod):
     def missing(self, *_):
         """Raise UserError."""
         name, file = next(((each["name"], each["file"]) for each in code_in(json.loads(self.record))), ("code", ""))
-        where = f"import {file}, " if file and "<" not in name else ""
-        raise UserError(f"the run's layers have {name}, which this process has not: {where}or pass it again in Python")
+        where = f"pass --import={file}, or " if file and "<" not in name else ""
+        raise UserError(f"the run's layers have {name}, which this process has not: {where}pass it again in Python")
 
     visible = bounds = check = apply = missing
 
@@ -85,24 +84,22 @@ def of_value(value) -> Any:
     """A value as JSON has it; TypeError with its type for one that cannot be."""
     if isinstance(value, Absent):
         return json.loads(value.record)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
     if isinstance(value, np.generic):  # whose type counts in products
         return of_value(np.asarray(value)) | {"scalar": True}
-    if isinstance(value, tuple):
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if type(value) is tuple:
         return list(map(of_value, value))
     if isinstance(value, jax.Array | np.ndarray) and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return {"array": _sha256(value), "dtype": str(value.dtype), "shape": list(value.shape)}
     if isinstance(value, Mask | ScoreMod):
-        name, fields = type(value).__name__, dataclasses.fields(value)
-        record = {"class": name if _BUILT_IN.get(name) is type(value) else named(type(value))}
-        record |= {field.name: of_value(getattr(value, field.name)) for field in fields}
+        name, fields = type(value).__name__, [field for field in dataclasses.fields(value) if field.init]
+        record = {"class": name if _is_built_in(type(value)) else _written(type(value))}
         if isinstance(value, Function):
-            record["fn"]["function"]["version"] = _version(value)
-            _WRITTEN[json.dumps(record["fn"])] = value.fn
-        return record
+            return record | {"fn": {"function": _written(value.fn, _version(value))}, "arrays": of_value(value.arrays)}
+        return record | {field.name: of_value(getattr(value, field.name)) for field in fields}
     if inspect.isfunction(value):
-        return {"function": named(value)}
+        return {"function": _written(value)}
     raise TypeError(f"a {type(value).__name__}")
 
 
@@ -127,20 +124,23 @@ def code_in(record) -> Iterator[dict[str, str]]:
     """The functions and classes of users in a record: name, module, and file, which is "" for none."""
     if isinstance(record, list | dict):
         for key, each in record.items() if isinstance(record, dict) else enumerate(record):
-            if key in _CODE and "module" in each:
+            if key in _CODE and isinstance(each, dict) and "module" in each:
                 yield each
             else:
                 yield from code_in(each)
 
 
-def code_of(layer: LayerConfig) -> list[Callable]:
+def code_of(value) -> list[Callable]:
     """The functions and classes of a user in a layer's mask and score mods; UserError for an absent one."""
-    found = {}
-    for each in code_in(of_layer(layer)):
-        if (code := _found(each)) is None:
-            Absent(json.dumps({"class": each})).missing()
-        found[each["name"]] = code
-    return list(found.values())
+    if isinstance(value, Absent):
+        value.missing()
+    if inspect.isfunction(value):
+        return [value]
+    parts = value if isinstance(value, tuple) else ()
+    if isinstance(value, LayerConfig | Mask | ScoreMod):
+        parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    is_own = isinstance(value, Mask | ScoreMod) and not _is_built_in(type(value))
+    return [type(value)] * is_own + [each for part in parts for each in code_of(part)]
 
 
 def arrays_of(value) -> dict[str, np.ndarray]:
@@ -153,20 +153,25 @@ def arrays_of(value) -> dict[str, np.ndarray]:
     return functools.reduce(lambda found, more: found | more, parts, {})
 
 
-def same(a, b) -> bool:
-    """Whether two values have one record, whatever their functions compute, of which a run saves the version."""
+def same(a, b, *, by_version: bool = False) -> bool:
+    """Whether two values have one record: of any functions, whose versions a run compares, or `by_version`."""
     try:
-        return a is b or _without_versions(of_value(a)) == _without_versions(of_value(b))
+        return a is b or _text(of_value(a), by_version) == _text(of_value(b), by_version)
     except TypeError:
         return a == b
 
 
-def _without_versions(record):
-    if isinstance(record, list):
-        return list(map(_without_versions, record))
-    if not isinstance(record, dict):
-        return record
-    return {name: _without_versions(x) for name, x in record.items() if name != "version" or "module" not in record}
+def _text(record, by_version: bool) -> str:
+    def compared(each):
+        if isinstance(each, list):
+            return list(map(compared, each))
+        if not isinstance(each, dict):
+            return each
+        if "module" in each:
+            return each.get("version") if by_version else ""
+        return {name: compared(x) for name, x in each.items()}
+
+    return json.dumps(compared(record))
 
 
 def _array_of(record: Mapping, arrays: Mapping[str, np.ndarray]) -> np.ndarray | np.generic:
@@ -188,11 +193,19 @@ def _is_group(field: dataclasses.Field, value) -> bool:
 
 
 def _version(value: Function) -> str:
-    """Twelve digits of what a function of a mask or score mod computes."""
+    """Twelve digits of what a function of a mask or score mod computes; "" for one that cannot be traced by itself."""
     scores = (jax.ShapeDtypeStruct((), jnp.float32),) if isinstance(value, ScoreFn) else ()
+    arrays = (jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x for x in value.arrays)
     digest, index = Digest(), jax.ShapeDtypeStruct((), jnp.int32)
-    digest.add(value.fn, *scores, *[index] * 4, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in value.arrays))
+    try:
+        digest.add(value.fn, *scores, *[index] * 4, *arrays)
+    except Exception:  # of a user's function: the operator tells it
+        return ""
     return digest.hexdigest()[:12]
+
+
+def _is_built_in(kind: type) -> bool:
+    return _BUILT_IN.get(kind.__name__) is kind
 
 
 def named(code: Callable) -> dict[str, str]:
@@ -201,15 +214,26 @@ def named(code: Callable) -> dict[str, str]:
     return {"name": code.__qualname__, "module": code.__module__, "file": file}
 
 
+def _written(code: Callable, version: str | None = None) -> dict[str, str]:
+    """The record of code, which this process finds again."""
+    record = named(code) | ({} if version is None else {"version": version})
+    _WRITTEN[json.dumps(record)] = code
+    return record
+
+
 def _found(code: Mapping[str, str]) -> Callable | None:
     """A function, or a class of masks or score mods, of this process; None where it has none of this name."""
-    if (written := _WRITTEN.get(json.dumps({"function": code}))) is not None:
-        return written
+    imported, written = in_module(code), _WRITTEN.get(json.dumps(code))
+    return (written or imported) if "version" in code else (imported or written)
+
+
+def in_module(code: Mapping[str, str]) -> Callable | None:
+    """The same of a module that is imported, also under another name than when it was recorded."""
     of_file = (each for each in list(sys.modules.values()) if code["file"] == (getattr(each, "__file__", None) or 0))
     for module in (sys.modules.get(code["module"]), *of_file):
-        with_name = module
+        found = module
         for name in code["name"].split("."):
-            with_name = getattr(with_name, name, None)
-        if inspect.isfunction(with_name) or (inspect.isclass(with_name) and issubclass(with_name, Mask | ScoreMod)):
-            return with_name
+            found = getattr(found, name, None)
+        if inspect.isfunction(found) or (inspect.isclass(found) and issubclass(found, Mask | ScoreMod)):
+            return found
     return None

@@ -17,7 +17,7 @@ from attnlab import commands
 from attnlab import config as configs
 from attnlab.config import RunConfig
 from attnlab.nn import records
-from attnlab.support.errors import UserError
+from attnlab.support.errors import ArgumentError, UserError
 
 LONGEST = 120  # characters of a run's name, which names its folder as well
 
@@ -45,20 +45,24 @@ def points(grid: Sequence[str], base: RunConfig) -> list[Point]:
             config.check_effects()
         except UserError as error:
             raise UserError(f"--grid: {error}") from error
-        values = {field: config.fields[field] for field in values}
+        values = {field: config.fields.get(field, value) for field, value in values.items()}
         found.append(Point(name_of(values), values, config))
     return _different(found, "--grid")
 
 
 def of_configs(runs: Sequence[RunConfig]) -> list[Point]:
     """Runs by their configs, which are named by the fields in which these differ."""
-    known = configs.declared()
+    if not runs:
+        raise ArgumentError("configs", runs, "expected one config or more")
+    known, runs = configs.declared(), list(map(configs.completed, runs))
 
     def value(config: RunConfig, field: str):
         return config.fields.get(field, known[field].default if field in known else None)
 
     fields = dict.fromkeys(itertools.chain(*(config.fields for config in runs)))
-    varying = [x for x in fields if not all(records.same(value(config, x), value(runs[0], x)) for config in runs)]
+    first = {field: value(runs[0], field) for field in fields}
+    same = functools.partial(records.same, by_version=True)
+    varying = [field for field in fields if not all(same(value(config, field), first[field]) for config in runs)]
     found = []
     for config in runs:
         config.check_effects()

@@ -54,6 +54,8 @@ class Overrides(NamedTuple):
 
     def _check(self, saved: Mapping, config: RunConfig, workdir, names: tuple[str, ...]) -> None:
         was, now = (each.get("user_defined", {}) for each in (saved, self.metadata()))
+        if was.get("mask") or was.get("score_mod"):  # in format 1, in words alone
+            raise UserError(f"{workdir} was begun by an older attnlab, which did not save its mask: train it again")
         for name in names:
             before, value = (each.get(name) or None for each in (was, now))
             if (before is None) != (value is None):

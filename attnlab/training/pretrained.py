@@ -8,6 +8,7 @@ import jax
 from attnlab.config import RunConfig, declared
 from attnlab.data import tokenizers
 from attnlab.support.errors import UserError
+from attnlab.support.options import FieldError
 from attnlab.training import state as states
 from attnlab.training.loading import load_params, peek
 from attnlab.training.workdir import Workdir
@@ -49,13 +50,13 @@ def completed(config: RunConfig, workdir: Workdir) -> tuple[RunConfig, tokenizer
                 f"config.{name} = {set_!r} has no effect beside config.init_from = {config.init_from}, where it is "
                 f"{value!r}: leave it out"
             )
-    set_here = {
-        name: x for name, x in here.items() if name.startswith("model.") and _is_set_here(name) and name in there
-    }
-    shape = was.changed(set_here)
+    shape = was.changed({name: x for name, x in here.items() if name.startswith("model.") and _is_set_here(name)})
     data = dataclasses.replace(config.data, tokenizer=found.get("data.tokenizer", config.data.tokenizer))
     found = {"model": shape.model, "vocab_size": shape.vocab_size, "scan": shape.scan, "data": data}
-    return dataclasses.replace(config, **found), tokenizer
+    try:
+        return dataclasses.replace(config, **found), tokenizer
+    except FieldError as error:
+        raise UserError(f"config.{error}") from None
 
 
 def _is_set_here(name: str) -> bool:

@@ -96,7 +96,7 @@ def resolve(
     if folder.previous_run is not None:
         overrides.check_continues(folder.previous_run, config, folder)
     copies = folder.path.absolute() / "source"  # the file of a cell of a notebook, which has none
-    sources = custom.sources(config.model.used).items()
+    sources = custom.sources(config.model.layers).items()
     code = {kind: {"file": str(copies / source.path) if source.text else ""} for kind, source in sources}
     metadata = overrides.metadata() | ({"code": code} if code else {})
     if eval_only and folder.previous_run is None:

@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import io
 import os
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,7 +97,7 @@ class Workdir:
         The files of custom layers are copied to `source/`, under their names; arrays are in `config.npz`.
         """
         tokenizers.save(tokenizer, self.path / "tokenizer.json")
-        for source in (source for source in custom.sources(config.model.used).values() if source.text):
+        for source in (source for source in custom.sources(config.model.layers).values() if source.text):
             (self.path / "source").mkdir(exist_ok=True)
             write_text(self.path / "source" / source.path.name, source.text)
         if arrays := records.arrays_of(config.model.layers):
@@ -135,16 +134,19 @@ def read_run(workdir: Path) -> tuple[dict, RunConfig]:
     custom.check_imported(saved.get("code", {}), workdir)
     try:
         return saved, configs.from_json(saved, _arrays(workdir / "config.npz"))
-    except (AttributeError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+    except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise _damaged(path, error) from error
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a config, by sha256; {} without the file."""
-    if not path.exists():
+    try:
+        with np.load(path) as found:
+            return dict(found)
+    except FileNotFoundError:
         return {}
-    with np.load(path) as found:
-        return dict(found)
+    except Exception as error:  # of zipfile, NumPy and the disk
+        raise UserError(f"{path} is damaged ({error}): restore it, or train in a new workdir") from error
 
 
 def _check_format(saved: dict, path: Path) -> None:

@@ -14,7 +14,7 @@ from attnlab.nn.config import KINDS
 from attnlab.score_mods import SoftCap
 from attnlab.support.errors import UserError
 from attnlab.testing import check_layer
-from attnlab.training import passed
+from attnlab.training import overrides
 from tests.nn.user_parts import SOURCE, Doubling, forget
 from tests.parameters import parameters
 
@@ -161,7 +161,7 @@ def test_version_of_a_config_is_of_what_its_custom_layers_compute(file, tmp_path
     custom.import_file(file)
 
     def version(kind):
-        return passed.version(configs.RunConfig.of({"model.layers": kind, "model.width": 8, "model.num_heads": 2}))
+        return overrides.version(configs.RunConfig.of({"model.layers": kind, "model.width": 8, "model.num_heads": 2}))
 
     first = version("near")
     assert len(first) == 6 and version("gru") == ""

@@ -93,6 +93,11 @@ def test_run_of_an_attnlab_with_other_versions_is_refused():
         passed.check_continues(passed.metadata(), CONFIG, "runs/x")
 
 
+def test_run_of_an_attnlab_that_did_not_save_its_mask_is_refused():
+    with pytest.raises(UserError, match="^runs/x was begun by an older attnlab, which did not save its mask: train it"):
+        NOTHING.check_reads({"user_defined": {"mask": "Causal()", "model": None, "optimizer": False}}, CONFIG, "runs/x")
+
+
 @pytest.mark.parametrize("model, precision", [(Tiny(), "float32"), (Tiny(dtype=jnp.bfloat16), "bfloat16")])
 def test_precision_is_what_the_model_computes_in(model, precision):
     passed, other = Overrides(model=model), {"float32": "bfloat16", "bfloat16": "float32"}[precision]
