@@ -232,7 +232,6 @@ def test_parts_that_a_process_defines_anywhere_are_found_again_in_it():
     "values, message",
     [
         ({"model.layers": "gru", "model.attention.mask": masks.Causal()}, "attention.mask = Causal.*has no attention"),
-        ({"model.attention.score_mod": len}, "attention.score_mod = .<built-in.*: expected score mods"),
         ({"model.layers": (masks.Causal(), masks.Causal())}, "layers = .*: expected kinds or configs of layers"),
         ({"model.layers": Reaching(reach=[3])}, "model.layers = .*: expected values that have a hash"),
         ({"data.path": "a.txt", "data.name": "quijote"}, "data.name = 'quijote' has no effect beside config.data.path"),

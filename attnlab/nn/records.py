@@ -199,7 +199,7 @@ def _version(value: Function) -> str:
     digest, index = Digest(), jax.ShapeDtypeStruct((), jnp.int32)
     try:
         digest.add(value.fn, *scores, *[index] * 4, *arrays)
-    except Exception:  # of a user's function: the operator tells it
+    except Exception:  # whatever it raises, which the operator tells
         return ""
     return digest.hexdigest()[:12]
 

@@ -50,7 +50,7 @@ class Members:
         self.runs = {index: run._replace(state=None) for index, run in enumerate(runs)}
         self.errors: dict[int, UserError] = {}
         self.history = frozenset(history_steps(self.config.steps, self.config.checkpoint.history))
-        # No samples of a user's model, and of a task.
+        # A GPT on text alone writes samples.
         is_text = isinstance(self.program.model, GPT) and named.parse(self.config.data.name) is None
         self._sampled = self.config.sample.length if is_text else 0  # tokens
 
@@ -87,7 +87,7 @@ class Members:
     # ------------------------------------------------------------------------------------------------- what is due
 
     def due(self, step: int) -> Due:
-        """What is due after a step."""
+        """The pauses that are due after a step."""
         config, is_last = self.config, step == self.config.steps
         save = is_last or step % config.checkpoint.every == 0 or step in self.history
         sample = not is_last and bool(config.sample.every) and step % config.sample.every == 0

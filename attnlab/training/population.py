@@ -58,7 +58,7 @@ class Population(NamedTuple):
         return {name: x.reshape(len(x), self.n) for name, x in jax.device_get(metrics).items()}
 
     def step(self, step: Callable) -> Callable:
-        """A step `(state, batch, per_run) → (state, metrics)` of the population, from that of a run."""
+        """A step `(state, batch, per_run) → (state, metrics)` of the population, from the step of one run."""
         return step if self.n == 1 else _of_all(step)
 
     def shapes(self, tree, sharding):

@@ -123,7 +123,7 @@ def _precision(config: RunConfig, workdir: Workdir, overrides: Overrides, device
 
 
 class Shared(NamedTuple):
-    """What runs share that start from the same step, and differ in what `TrainProgram.per_run` holds alone."""
+    """Text and program, which runs share that start from the same step and differ in seed and learning rates alone."""
 
     text: Text
     program: TrainProgram
