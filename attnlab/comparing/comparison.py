@@ -436,7 +436,7 @@ def _about(part: Part, final, measured: Mapping[str, Mapping]) -> dict[str, str]
         "training": f"{config.steps:,} steps of {tokens:,} tokens: {config.steps * tokens:,} a run, "
         f"{len(part.protocol.seeds)} seeds, learning rates {', '.join(f'{rate:g}' for rate in part.protocol.rates)}",
     }
-    for found in (found for found in measured.values() if "machine" in found):  # not of earlier versions
+    for found in measured.values():
         versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
         about |= {"machine": found["machine"], "versions": versions, "sources": f"sha256 {found['sources']}…"}
     return about

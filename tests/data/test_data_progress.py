@@ -18,14 +18,14 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("seconds, options", [(0.9, {}), (100, {"quiet": True})], ids=["short", "quiet"])
 def test_short_or_quiet_work_prints_nothing(seconds, options, capsys, clock):
-    with data_progress.Progress("reading", **options) as reading:
+    with data_progress.DataProgress("reading", **options) as reading:
         clock(seconds)
         reading.advance(10**6)
     assert capsys.readouterr().out == ""
 
 
 def test_without_a_terminal_a_line_is_printed_every_ten_seconds(capsys, clock):
-    with data_progress.Progress("reading a.txt", 300_000_000) as reading:
+    with data_progress.DataProgress("reading a.txt", 300_000_000) as reading:
         for _ in range(30):
             clock(1)
             reading.advance(10_000_000)
@@ -36,7 +36,7 @@ def test_without_a_terminal_a_line_is_printed_every_ten_seconds(capsys, clock):
 
 def test_terminal_gets_a_bar(capsys, clock, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    with data_progress.Progress("reading a.txt", 2_000_000) as reading:
+    with data_progress.DataProgress("reading a.txt", 2_000_000) as reading:
         clock(2)
         reading.advance(10**6)
         assert "reading a.txt" in capsys.readouterr().out

@@ -80,8 +80,9 @@ def _misfit(model: ModelConfig, name: str, config: dict) -> str | None:
     for group, one, other in groups:
         if type(one) is not type(other):
             return f"model.layers = {_words(model)!r}: {name} supports only {_words(described)!r}"
-        for field, value in vars(one).items():
-            if field not in _NOT_COMPARED and value != (only := getattr(other, field)):
+        for field in (field.name for field in dataclasses.fields(one)):
+            value, only = getattr(one, field), getattr(other, field)
+            if field not in _NOT_COMPARED and value != only:
                 return " ".join(f"model.{group}{field} = {value!r}: {name} supports only {only!r}".split())
     return None
 
