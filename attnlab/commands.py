@@ -21,6 +21,7 @@ from attnlab.nn import custom, versions
 from attnlab.nn.config import KINDS
 from attnlab.support import status, workers
 from attnlab.support.errors import ArgumentError, UserError
+from attnlab.support.names import nearest
 from attnlab.support.progress import shown
 
 _HELP = {"--help", "-h", "-help", "--helpfull", "--helpshort"}
@@ -284,5 +285,7 @@ def _unknown_field(argv: list[str]) -> str:
     for word in argv[1:]:
         config, _, field = word.lstrip("-").partition("=")[0].partition(".")
         if word.startswith("-") and config in ("config", "noconfig") and field and field not in groups | known.keys():
-            return f"--{unknown(field) or f'config.{field} is for Python alone, RunConfig.changed(…)'}"
+            close = nearest(field, known)
+            other = " is for Python alone, RunConfig.changed(…)" if "[" in field else f" is not a field{close}"
+            return f"--{unknown(field) or f'config.{field}{other}'}"
     return ""

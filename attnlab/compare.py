@@ -90,6 +90,8 @@ def _main(values, argv: list[str]) -> int:
     parts = comparison.parts(config, {*commands.changes(values)}, variants, folder, **arguments)
     used = [layer for part in parts for variant in part.variants for layer in part.config_of(variant).model.used]
     custom.check_used(values["import"].value, used)
+    if runner["jobs"]:
+        custom.to_load([part.config_of(variant).model for part in parts for variant in part.variants])
     check = values.check == "on"
     if values.dry_run:
         if check:

@@ -434,6 +434,8 @@ def completed(config: ConfigDict | RunConfig) -> RunConfig:
     """
     if isinstance(config, RunConfig):
         return config
+    if not isinstance(config, ConfigDict):
+        raise UserError(f"config = {config!r}: expected a RunConfig, such as RunConfig.of({{…}}), or a ConfigDict")
     values, known = _flat(json.loads(config.to_json_best_effort())), declared()
     kinds = tuple(f"model.{kind}." for kind in KINDS)  # of which some may be newer than the config
     for field in known:

@@ -64,6 +64,8 @@ def _main(values) -> int:
     points = grid.points(values.grid, config)
     custom.check_used(values["import"].value, [layer for point in points for layer in point.config.model.used])
     folder = Path(values.workdir or f"runs/{name}-sweep")
+    if runner["jobs"]:
+        custom.to_load([point.config.model for point in points])
     if values.dry_run:
         experiment = values["config"].experiment
         words = ["attnlab", "train", f"--config={experiment}", *(f"--import={file}" for file in values["import"].value)]

@@ -82,6 +82,7 @@ def copy(tmp_path):
             r"layers\[0\].window is for Python alone, RunConfig.changed",
         ),
         ([QUICKSTART, "--noconfig.foo"], r"config.foo is not a field"),
+        ([QUICKSTART, "--config.model.attention.windw=8"], r"not a field .did you mean model.attention.window"),
         ([QUICKSTART, "--eval_only"], r"no run to evaluate"),
     ],
 )

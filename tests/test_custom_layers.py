@@ -156,6 +156,7 @@ def test_commands_read_a_run_with_a_function_of_a_file_that_they_import(tmp_path
     command = last.partition("attnlab sample ")[2].split()
     assert command == [f"--workdir={tmp_path}/run", f"--import={file}"]
     assert sample.main(["sample", *command, "--max_tokens=3"]) == 0
+    assert "def strided" in (tmp_path / "run/source/mine.py").read_text()
     assert train.main(["train", *words[:-1], "--config.model.twice.kernel_size=2", "--config.model.layers=gru"]) == 2
     assert "config.model.twice.kernel_size = 2: expected 4, as layers = 'gru' has no twice" in capsys.readouterr().err
 

@@ -61,7 +61,7 @@ def log(folder, name):
         (["--grid=config.seed=0", "--grid=config.seed=1"], "--grid names config.seed twice"),
         (["--grid=config.seed=0,1,2 config.steps=5,6"], "config.seed: 3, .*config.steps: 2"),
         (["--grid=config.seed=0,1", "--config.checkpoint.dir=/kept"], "/kept: "),
-        (["--grid=config.seed=0,1", "--jobs=0"], "jobs"),
+        (["--grid=config.seed=0,1", "--jobs=-1"], "jobs"),
         (["--grid=config.seed=0,1", "--together=0"], "--together=0: expected auto, or the number of runs, 1 or more"),
     ],
 )

@@ -14,7 +14,7 @@ from attnlab import config as configs
 from attnlab.config import RunConfig
 from attnlab.nn import GPT
 from attnlab.nn.layer import LayerConfig
-from attnlab.support.errors import UserError
+from attnlab.support.errors import ArgumentError, UserError
 from attnlab.training import flops, precision
 
 CLOSE = 0.05  # beyond which two sizes are not comparable
@@ -46,6 +46,8 @@ class Variant(NamedTuple):
             found.check_effects()
         except UserError as error:
             raise UserError(f"variant {self.name!r}: {error}") from error
+        except Exception as error:  # whatever a user's function raises
+            raise UserError(f"variant {self.name!r}: {type(error).__name__}: {error}") from error
         before = base.fields
         changed = [field for field, value in found.fields.items() if field in before and value != before[field]]
         for field in sorted(changed, key="data.name".__eq__):  # which a path sets as well
@@ -59,6 +61,8 @@ class Variant(NamedTuple):
 
 def of_values(variants: Mapping[str, Any]) -> list[Variant]:
     """Variants of names, and what makes each: see `attnlab.comparing.compare`."""
+    if not isinstance(variants, Mapping):
+        raise ArgumentError("variants", variants, "expected a dictionary of names, and what makes each")
     _check_kinds([what.get("model.layers") if isinstance(what, Mapping) else what for what in variants.values()])
     if wrong := [name for name in variants if not isinstance(name, str) or not name.strip() or "\n" in name]:
         raise UserError(f"variant {wrong[0]!r}: expected a name of one line")

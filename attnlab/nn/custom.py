@@ -5,6 +5,7 @@
 imported kinds, and a run goes on where its model has the same `version`.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.util
@@ -172,7 +173,7 @@ def _checked(name: str, path: str, how: str, is_valid: bool) -> str:
         return how
     raise UserError(
         f"{name} lives in this process alone, and jobs are processes of their own: define it by its name in a file, "
-        "and run that by --import=FILE, in Python attnlab.nn.custom.import_file(FILE); or leave jobs out"
+        "and run that by --import=FILE, in Python attnlab.nn.custom.import_file(FILE); or train here, with jobs = 0"
     )
 
 
@@ -183,12 +184,14 @@ def load(code: Sequence[tuple[str, str]]) -> None:
 
 
 def sources(layers: Sequence[LayerConfig]) -> dict[str, Source]:
-    """The sources of the custom kinds among layers, with what these reach in their files."""
-    found = {layer.kind: _SOURCES[layer.kind] for layer in layers if layer.kind in _SOURCES}
-    names = {path: [name for _, name, of, _ in found.values() if of == path] for _, _, path, _ in found.values()}
-    return {
-        kind: Source(path, text and copies.reached(text, names[path])) for kind, (_, _, path, text) in found.items()
-    }
+    """The sources of the custom kinds among layers, and of code in their masks and score mods, with what these reach in
+    their files."""
+    found = {layer.kind: _SOURCES[layer.kind][1:] for layer in layers if layer.kind in _SOURCES}
+    for part in (part for layer in layers for part in records.code_of(layer) if "<" not in part.__qualname__):
+        with contextlib.suppress(UserError):  # of no file
+            found.setdefault(part.__qualname__, copies.source_of(part, part))
+    names = {path: [name for name, of, _ in found.values() if of == path] for _, path, _ in found.values()}
+    return {each: Source(path, text and copies.reached(text, names[path])) for each, (_, path, text) in found.items()}
 
 
 def code(model: ModelConfig) -> dict[str, Path]:

@@ -52,8 +52,8 @@ def points(grid: Sequence[str], base: RunConfig) -> list[Point]:
 
 def of_configs(runs: Sequence[RunConfig]) -> list[Point]:
     """Runs by their configs, which are named by the fields in which these differ."""
-    if not runs:
-        raise ArgumentError("configs", runs, "expected one config or more")
+    if not isinstance(runs, list | tuple) or not runs:
+        raise ArgumentError("configs", runs, "expected a list of one config or more")
     known, runs = configs.declared(), list(map(configs.completed, runs))
 
     def value(config: RunConfig, field: str):

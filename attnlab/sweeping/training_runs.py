@@ -24,7 +24,8 @@ SAME = {"seed": 0, "optimizer.learning_rate": 1.0, "optimizer.muon_learning_rate
 
 def define(values) -> None:
     """Define the flags of how runs are trained."""
-    flags.DEFINE_integer("jobs", 1, "processes at a time; times are comparable with 1 alone", 1, flag_values=values)
+    meaning = "processes at a time, 0 for this one alone; times are comparable with 1"
+    flags.DEFINE_integer("jobs", 1, meaning, 0, flag_values=values)
     meaning = "train so many runs that differ in seed and learning rate alone as one program; auto: all, on CPUs 1"
     flags.DEFINE_string("together", together.AUTO, meaning, flag_values=values)
 

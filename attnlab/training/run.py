@@ -17,6 +17,7 @@ from attnlab import config as configs
 from attnlab.config import RunConfig
 from attnlab.data import tokenizers
 from attnlab.nn import custom
+from attnlab.nn.config import KINDS
 from attnlab.support import status
 from attnlab.support.errors import UserError
 from attnlab.training import metrics as metrics_lib
@@ -97,7 +98,8 @@ def resolve(
         overrides.check_continues(folder.previous_run, config, folder)
     copies = folder.path.absolute() / "source"  # the file of a cell of a notebook, which has none
     sources = custom.sources(config.model.layers).items()
-    code = {kind: {"file": str(copies / source.path) if source.text else ""} for kind, source in sources}
+    of_kinds = [(kind, source) for kind, source in sources if kind in KINDS]
+    code = {kind: {"file": str(copies / source.path) if source.text else ""} for kind, source in of_kinds}
     metadata = overrides.metadata() | ({"code": code} if code else {})
     if eval_only and folder.previous_run is None:
         raise UserError(f"{folder} holds no run to evaluate: train first")

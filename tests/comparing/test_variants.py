@@ -64,6 +64,15 @@ def test_variants_that_differ_in_an_array_alone_are_two_programs():
     assert len(list(training_runs._groups(points, 1))) == 2 and points[0].name != points[1].name
 
 
+def test_function_that_fails_or_returns_no_config_is_one_line():
+    for function, message in (
+        (lambda config: config.modl, "AttributeError: "),
+        (lambda config: 3, "its function retu"),
+    ):
+        with pytest.raises(UserError, match=f"^variant 'b': {message}"):
+            configs_of({"a": {}, "b": function})
+
+
 def test_two_classes_of_one_name_are_refused():
     a, b = (type("Mine", (MultiHeadAttention,), {}) for _ in range(2))
     with pytest.raises(UserError, match="two classes of layers are named Mine"):
