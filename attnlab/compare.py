@@ -36,7 +36,7 @@ from attnlab.support.errors import UserError
 from attnlab.sweeping import training_runs
 from attnlab.training import flops, precision
 
-# Flags of which an experiment's dictionary COMPARE may have other values.
+# Flags that an experiment may set in its dictionary COMPARE.
 DEFAULT_OF_FILE = ("learning_rates", "seeds", "tuning_seeds", "tasks", "match", "match_length", "jobs")
 
 

@@ -268,11 +268,11 @@ class RunConfig:
         self.profiled()
 
     def changed(self, values: Mapping[str, Any]) -> "RunConfig":
-        """The config with other values of some fields, all of which are checked together.
+        """The config with some fields changed; all changes are checked together.
 
         Args:
-          values: by dotted name. "model.layers" is kinds, of which those that stay keep their options; or configs, or
-            what `attnlab.nn.register` takes; "model.attention.window" is of all layers of a kind,
+          values: by dotted name. "model.layers" names kinds (a kind that the config already has keeps its options), or
+            is configs, or what `attnlab.nn.register` takes; "model.attention.window" is of all layers of a kind,
             "model.layers[0].window" of one.
 
         Raises:

@@ -39,7 +39,7 @@ def of_model(model: GPT) -> dict:
       wrong: what is not right, each a sentence.
     """
     layers = {}
-    for layer in model.config.used:  # of which several may be of one kind
+    for layer in model.config.used:  # two may have one kind
         number = sum(other.kind == layer.kind for other in layers.values())
         layers[f"{layer.kind} {number + 1}" if number else layer.kind] = layer
     features = {name: features_of(model, layer) for name, layer in layers.items()}

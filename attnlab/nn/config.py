@@ -117,10 +117,10 @@ class ModelConfig:
         return cls().changed({"layers": layers} | values)
 
     def changed(self, values: Mapping[str, Any]) -> "ModelConfig":
-        """The config with other values of some fields, all of which are checked together.
+        """The config with some fields changed; all changes are checked together.
 
         Args:
-          values: by name, fields; "layers", configs, or kinds, of which those that stay keep their options;
+          values: by name, fields; "layers", configs, or kinds (one that the config already has keeps its options);
             "attention.window" is of all layers of a kind, "layers[0].window" of one of the period; "attention" is a
             mapping of options, or a config in their place.
 

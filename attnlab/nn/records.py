@@ -228,7 +228,7 @@ def _found(code: Mapping[str, str]) -> Callable | None:
 
 
 def in_module(code: Mapping[str, str]) -> Callable | None:
-    """The same of a module that is imported, also under another name than when it was recorded."""
+    """The function or class of this name in an imported module; the module may have another name by now."""
     of_file = (each for each in list(sys.modules.values()) if code["file"] == (getattr(each, "__file__", None) or 0))
     for module in (sys.modules.get(code["module"]), *of_file):
         found = module

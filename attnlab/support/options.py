@@ -146,7 +146,7 @@ def _is_group(field: dataclasses.Field) -> bool:
 
 
 def changed(record, values: Mapping[str, Any]):
-    """A frozen dataclass with other values of some fields, all of which are checked together.
+    """A copy of a frozen dataclass with some fields changed; all changes are checked together.
 
     Args:
       record: its groups of options are dataclasses as well.
