@@ -309,9 +309,7 @@ class RunConfig:
         The options of a kind have its name, "model.attention.window"; of layers of one kind with different options
         their place, "model.layers[0].window".
         """
-        names, values = {field: name for name, field in _OF_RUN.items()}, option_values(self)
-        found = {names.get(name, name): x for name, x in values.items() if name not in _OF_RUN}
-        layers, found["model.layers"] = self.model.layers, self.model.kinds
+        layers, found = self.model.layers, _values(self) | {"model.layers": self.model.kinds}
         for place, layer in enumerate(layers):
             alone = all(_alike(other, layer) for other in layers if other.kind == layer.kind)
             where = f"model.{layer.kind if alone else f'layers[{place}]'}"
@@ -463,10 +461,14 @@ def to_json(config: RunConfig, **metadata) -> str:
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
     """The format and the fields of a config as JSON has them; arrays are named, see `attnlab.nn.records`."""
-    names, values = {field: name for name, field in _OF_RUN.items()}, option_values(config)
-    values = {names.get(name, name): value for name, value in values.items() if name not in _OF_RUN}
-    values["model.layers"] = list(map(records.of_layer, config.model.layers))
-    return {"format": FORMAT} | _nested(values)
+    layers = list(map(records.of_layer, config.model.layers))
+    return {"format": FORMAT} | _nested(_values(config) | {"model.layers": layers})
+
+
+def _values(config: RunConfig) -> dict[str, Any]:
+    """The options of a config but for its layers', by their names on a command line."""
+    names = {field: name for name, field in _OF_RUN.items()}
+    return {names.get(name, name): x for name, x in option_values(config).items() if name not in _OF_RUN}
 
 
 def from_json(saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> RunConfig:
