@@ -17,11 +17,11 @@ from attnlab.training.preemption import PreemptionHandler
 from attnlab.training.profiling import Profiler, Timer
 from attnlab.training.run import OpenRun
 
-LONGEST_CALL = 1.0  # seconds that a call of the devices may take: signals wait for its end
+LONGEST_CALL = 1.0  # seconds that one dispatch to the devices may take: signals wait for its end
 
 
 class _Call(NamedTuple):
-    """A call of the devices that was dispatched, and its metrics, each `[max_steps]` or `[max_steps, runs]`."""
+    """Steps that were dispatched to the devices as one call; each metric is `[max_steps]` or `[max_steps, runs]`."""
 
     first: int  # step
     last: int
@@ -31,24 +31,24 @@ class _Call(NamedTuple):
 class TrainLoop:
     """Train from a state to the end of the run, or until stopped.
 
-    A turn of the loop is a call of the devices, of one step or more. The devices compute while the host reads the
-    metrics of the call before. At a pause, where a step is due to be evaluated, saved or sampled, it waits for them.
+    Each iteration dispatches one call, of one step or more. The devices compute it while the host reads the metrics of
+    the previous call. At a pause, where a step is due to be evaluated, saved or sampled, the host waits for them.
 
     A signal (SIGTERM, Ctrl-C) that comes after the first step is polled once a call, and while evaluating: the loop
-    saves and ends. A kill leaves the newest whole checkpoint, and the log is cut to its step at the next start; a step
-    that was saved and not yet evaluated is evaluated then.
+    saves and ends. SIGKILL leaves the newest whole checkpoint, and the next start cuts the log to its step; it also
+    evaluates a step that was saved and not yet evaluated.
 
-    Several runs, which differ in seed and learning rates alone, take each step as one program. `members` holds their
-    state and does all that is done with each; one that diverges, or is out of patience, ends before the others.
+    Several runs, which differ only in seed and learning rates, take each step as one program. `members` holds their
+    state, and logs, evaluates and saves each; one that diverges, or is out of patience, ends before the others.
 
     Args:
       runs: open; their logs and files are written by the first process alone.
-      preemption: tells of signals.
+      preemption: reports signals.
       on_step: called for every step in every process, `on_step(step, metrics)`; see `attnlab.train.train`.
       on_phase: `with on_phase(name)` surrounds each of `checkpoints.PHASES`.
 
     Attributes:
-      errors: of the runs that diverged, by their index; the caller raises or tells them.
+      errors: of the runs that diverged, by their index; the caller raises or reports them.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TrainLoop:
         return 0
 
     def _call(self, step: int, batches: Iterator[Batch], profiler: Profiler) -> int:
-        """Dispatch the steps after one, as many as the call may have; returns the last of them."""
+        """Dispatch the steps after `step`, as many as one call may have; returns the last of them."""
         is_first, began, members = step == self.start, time.perf_counter(), self.members
         if is_first:
             self.reporter.say("compiling the step")
@@ -142,7 +142,7 @@ class TrainLoop:
         pauses = [step + each - step % each for each in every] + [config.steps, *self.members.history]
         first, last = config.profiled() or (0, 0)
         steps = min(each for each in [*pauses, first - 1, last] if each > step) - step
-        is_agreed = self._longest is not None and jax.process_count() > 1  # every process takes the same
+        is_agreed = self._longest is not None and jax.process_count() > 1  # every process must use the same number
         if self._timer.pace and not is_agreed:
             self._longest = parallel_lib.from_first_process(int(LONGEST_CALL / self._timer.pace))
         return max(1, min(most, steps, self._longest or 1))
@@ -152,7 +152,7 @@ class TrainLoop:
         while len(self._unread) > (not wait):
             call = self._unread.popleft()
             read = self.members.population.rows(call.metrics)
-            # The dispatch of a loop may last as long as the loop: then later calls have ended as well.
+            # A dispatch may block until its steps have been computed: then later calls have ended as well.
             ended = [call, *(each for each in self._unread if each.metrics["loss"].is_ready())][-1].last
             self._timer.stop(ended)
             steps = range(call.first, call.last + 1)

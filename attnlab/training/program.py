@@ -156,8 +156,9 @@ class TrainProgram:
         placed = self.parallel.place_batch(jax.tree.map(stacked, *batches), 1 + len(population.axes))
         count = self.parallel.replicate(np.int32(len(batches)))
         self._wait_for("train")
+        steps = self.steps(population)  # which may make constants of the model, as the slopes of ALiBi
         with self.parallel.transfer_guard():
-            return self.steps(population)(state, placed, per_run, count)
+            return steps(state, placed, per_run, count)
 
     def compile_ahead(self, population: Population = ONE) -> None:
         """Begin to compile the steps of training and evaluation in threads, into JAX's cache on disk.

@@ -31,7 +31,9 @@ import jax
 
 from attnlab import commands, experiments, train
 from attnlab._benchmarks.harness import options
+from attnlab.config import RunConfig
 from attnlab.support.errors import UserError
+from attnlab.sweeping.together import write
 from attnlab.training.checkpoints import Checkpoints
 from tests.campaigns.watched import PHASES, Board
 from tests.runs import digests, records
@@ -166,28 +168,28 @@ def together(count: int, folder: Path, draw: random.Random) -> dict:
     while len(at) < count:
         workdir = folder / f"together-{len(at)}"
         workdir.mkdir()
-        runs = {name: _arguments(workdir / name, each)[:-1] for name, each in fields.items()}
-        code = None
+        runs, code = workdir / "runs.json", None
+        write({name: RunConfig().changed(each) for name, each in fields.items()}, runs)
         while code != 0:
-            words = [draw.choice(("3", "3", "2", "1")), str(workdir), json.dumps(runs)]
+            words = [draw.choice(("3", "3", "2", "1")), str(workdir), str(runs)]
             command = [sys.executable, "-m", "attnlab.sweeping.together", *words]
-            before = sum(map(_reached, map(workdir.joinpath, runs)))
+            before = sum(map(_reached, map(workdir.joinpath, fields)))
             kills, starting = len(at) < count and before < 3 * SHORT["steps"], draw.random() < 0.2
             wanted = draw.randrange(before, 3 * SHORT["steps"]) if kills and not starting else before
             with (workdir / "out").open("a") as out:
                 process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
             if kills and starting:
                 time.sleep(draw.uniform(0, 8))
-            while kills and process.poll() is None and sum(map(_reached, map(workdir.joinpath, runs))) < wanted:
+            while kills and process.poll() is None and sum(map(_reached, map(workdir.joinpath, fields))) < wanted:
                 time.sleep(0.002)
             if kills and process.poll() is None:
                 process.kill()
-                at.append(sum(map(_reached, map(workdir.joinpath, runs))))
+                at.append(sum(map(_reached, map(workdir.joinpath, fields))))
             code = process.wait(timeout=PATIENCE)
             if code not in (0, -signal.SIGKILL):
                 wrong.append(f"ended with {code}: {(workdir / 'out').read_text()[-300:]}")
                 break
-        wrong += [fault for name in runs for fault in _unlike(workdir / name, folder / "alone" / name)]
+        wrong += [fault for name in fields for fault in _unlike(workdir / name, folder / "alone" / name)]
     return {"kills": len(at), "steps of all": str(sorted(at)), "wrong": wrong}
 
 

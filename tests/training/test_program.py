@@ -55,6 +55,11 @@ def test_program_of_a_step_is_that_of_any_seed_and_learning_rate(strategy, name)
     assert program() != program(**{"optimizer.weight_decay": 0.3})
 
 
+def test_first_step_makes_the_constants_of_a_model_outside_the_transfer_guard():
+    made = experiment(**{"model.positions": "alibi", "model.num_heads": 2})  # in no process that asked for its backend
+    assert np.isfinite(made.train_steps(made.create_state(), [BATCHES[0]])[1]["loss"])
+
+
 def test_experiments_in_a_context_trace_the_same_program_once():
     calls = []
 
