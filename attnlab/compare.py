@@ -6,10 +6,11 @@
     attnlab compare --config=compare_tasks --tasks=recall,parity,copy
     attnlab compare --config=replicate_state_tracking
 
-Each variant's learning rate is chosen on the first half of the held-out text, with a seed that is not used again. The
-table has the losses on the second half, over fresh seeds, with their 95 % intervals, and paired differences from the
-first variant: better, worse, or not told apart, corrected for the number of variants. All runs see the same number of
-tokens, and runs of one seed see them in the same order.
+Each variant's learning rate is chosen on the first half of the held-out text, with a seed that is not used again; where
+the best one is the lowest or highest, one more is tried beyond it, --extensions times at most. The table has the losses
+on the second half, over other seeds, with their 95 % intervals, and paired differences from the first variant: better,
+worse, or not told apart, corrected for the number of variants. All runs see the same number of tokens, and runs of one
+seed see them in the same order.
 
 Each run has a workdir of its own in --workdir. Runs that differ in seed and learning rate alone share a process and
 its programs; on GPUs --together trains them as one program. The same command goes on where it was stopped or killed; a
@@ -37,7 +38,7 @@ from attnlab.sweeping import training_runs
 from attnlab.training import flops, precision
 
 # Flags that an experiment may set in its dictionary COMPARE.
-DEFAULT_OF_FILE = ("learning_rates", "seeds", "tuning_seeds", "tasks", "match", "match_length", "jobs")
+DEFAULT_OF_FILE = ("learning_rates", "extensions", "seeds", "tuning_seeds", "tasks", "match", "match_length", "jobs")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,8 +56,11 @@ def _define(values, argv) -> None:
     text("variants", None, whence, flag_values=values)
     meaning = "learning rates to choose from; by default 1/9, 1/3, 1 and 3 times the config's"
     flags.DEFINE_list("learning_rates", None, meaning, flag_values=values)
-    whole("seeds", 5, "fresh seeds of each variant", 2, flag_values=values)
-    whole("tuning_seeds", 1, "seeds on which the learning rate is chosen, not used again", 1, flag_values=values)
+    meaning = "times that a variant tries one more learning rate, where its best one is the lowest or highest"
+    whole("extensions", 2, meaning, 0, flag_values=values)
+    whole("seeds", 5, "seeds of each variant, from config.seed on", 2, flag_values=values)
+    meaning = "other seeds, on which the learning rate is chosen; by default 3 where runs are trained together, else 1"
+    whole("tuning_seeds", None, meaning, 1, flag_values=values)
     meaning = "size that all variants have in common, by a change of width"
     flags.DEFINE_enum("match", "none", ["none", *SIZES], meaning, flag_values=values)
     meaning = "length of the text whose decoding state --match=state compares; by default the context"
@@ -82,11 +86,12 @@ def _main(values, argv: list[str]) -> int:
         rates = [float(rate) for rate in values.learning_rates or ()]
     except ValueError as error:
         raise UserError(f"--learning_rates={','.join(values.learning_rates)}: expected numbers") from error
-    arguments = {name: values[name].value for name in ("seeds", "tuning_seeds", "match", "match_length")}
+    runner = training_runs.checked(values.jobs, values.together)
+    arguments = {name: values[name].value for name in ("extensions", "seeds", "match", "match_length")}
+    arguments["tuning_seeds"] = values.tuning_seeds or comparison.default_tuning_seeds(values.together)
     arguments |= {"learning_rates": rates, "tasks": values.tasks, "published": published}
     arguments["known_tasks"] = experiments.dictionary(file, "TASKS")
     folder = Path(values.workdir or f"runs/{name}-comparison")
-    runner = training_runs.checked(values.jobs, values.together)
     parts = comparison.parts(config, {*commands.changes(values)}, variants, folder, **arguments)
     used = [layer for part in parts for variant in part.variants for layer in part.config_of(variant).model.used]
     custom.check_used(values["import"].value, used)
@@ -97,8 +102,13 @@ def _main(values, argv: list[str]) -> int:
         if check:
             comparison.check_layers(parts)
         return _print_runs(parts)
+
+    def command(seeds: int) -> str:
+        others = [word for word in argv[1:] if not word.startswith("--seeds=")]
+        words = argv[1:] if seeds == values.seeds else [*others, f"--seeds={seeds}"]  # of two the last counts
+        return shlex.join(["attnlab", "compare", *words])
+
     try:
-        command = shlex.join(["attnlab", "compare", *argv[1:]])
         found = comparison.run(parts, folder, check=check, command=command, **runner)
     except KeyboardInterrupt as stopped:
         return 128 + stopped.args[0] if stopped.args else 130
@@ -121,7 +131,7 @@ def _set_defaults(values, file: str) -> None:
 
 def _print_runs(parts: list[Part]) -> int:
     """The runs of a comparison, and an estimate of their time."""
-    count = seconds = 0
+    count = seconds = more = 0
     for part in parts:
         base = part.protocol.config
         print(f"--- {part.name or 'text'}: {' '.join(configs.words(base, RunConfig()))}")
@@ -137,7 +147,9 @@ def _print_runs(parts: list[Part]) -> int:
             work = config.steps * config.batch_size * config.model.context * size(config, vocab_size, "flops")
             seconds += len(points) * work / (flops.peak(precision.resolved(config.precision)) / 3)
             count += len(points)
-    print(f"{count} runs, about {seconds / 60:.0f} min of training at a third of this device's speed")
+            more += part.protocol.extensions * len(part.protocol.tuning_seeds) * (len(part.protocol.rates) > 1)
+    extended = f", and up to {more} more where a learning rate is at an edge" if more else ""
+    print(f"{count} runs{extended}, about {seconds / 60:.0f} min of training at a third of this device's speed")
     return 0
 
 

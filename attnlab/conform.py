@@ -18,7 +18,6 @@ ignored, 2 for an error, or if all was refused. `python -m attnlab.conform` is t
 
 import contextlib
 import dataclasses
-import html
 import json
 import math
 import os
@@ -32,12 +31,13 @@ from pathlib import Path
 from absl import flags
 
 from attnlab import commands
-from attnlab.support import documents, paths
+from attnlab.results import page
+from attnlab.results.table import Column, Table
+from attnlab.support import paths
 from attnlab.support.errors import UserError
 from attnlab.testing import report
 from attnlab.testing.report import Row
 
-HERE = Path(__file__).parent / "testing" / "page"
 FILES = ("conformance.json", "conformance.html")
 START = 60.0  # seconds more for the imports of a check
 
@@ -101,10 +101,10 @@ def _conform(values, name: str, chosen: list[str]) -> int:
         if row.code and row.feature not in likes:
             print(f"\n{row.code}")
     if values.out is not None:
-        figures, table = (Path(values.out) / file for file in FILES)
+        figures, shown = (Path(values.out) / file for file in FILES)
         paths.write_text(figures, json.dumps(found, indent=1) + "\n")
-        paths.write_text(table, page(found, likes))
-        print(f"written: {figures}, {table}")
+        page.write(shown, f"{name} {version and f'({version})'}".strip(), {}, [section(rows, meanings)])
+        print(f"written: {figures}, {shown}")
     outcomes = {row.outcome for row in rows}
     if outcomes == {"refused"}:
         raise UserError(f"{name} refused all features, so nothing was compared: see the reasons above")
@@ -182,31 +182,37 @@ def _environment() -> dict[str, str]:
     return highest | os.environ | {"XLA_FLAGS": f"{devices} {os.environ.get('XLA_FLAGS', '')}"}
 
 
-def page(found: dict, likes: Mapping[str, str]) -> str:
-    """An HTML document with the table of a check; features with an earlier one's fault refer to it."""
-    cells = ("outcome", "worst", "cases")
-    rows = "".join(
-        f"<tr class={row['outcome']}><th>{html.escape(row['feature'])}"
-        + "".join(f"<td>{'∞' if row[cell] is None else _text(row[cell])}" for cell in cells)
-        + (
-            f"<td>like {likes[row['feature']]}: {html.escape(row['fault'])}"
-            if row["feature"] in likes
-            else f"<td>{html.escape(row['why'])}{_details(row['code'])}"
-        )
-        for row in found["rows"]
-    )
-    choices = "".join(f"<li>{html.escape(choice)}: {html.escape(made)}" for choice, made in found["meanings"].items())
-    title = html.escape(f"{found['function']} {found['version'] and '(' + found['version'] + ')'}".strip())
-    return documents.document(HERE, {"title": title, "rows": rows, "meanings": choices})
+def columns(likes: Mapping[str, str]) -> list[Column]:
+    """The columns of a check; features with an earlier one's fault refer to it."""
+
+    def why(row: Row) -> str:
+        return f"like {likes[row.feature]}: {row.fault}" if row.feature in likes else row.why
+
+    def worst(row: dict) -> str:
+        return "∞" if row["worst"] == math.inf else f"{row['worst']:,.2f}"
+
+    return [
+        Column("feature", "feature", lambda row: row.feature),
+        Column("outcome", "outcome", lambda row: row.outcome, help="Ignored: the output is that of a call without it."),
+        Column("worst", "error", lambda row: row.worst, format=worst, help="In units of its bound: above 1 is wrong."),
+        Column("cases", "calls", lambda row: row.cases),
+        Column("why", "why", why, usual=""),
+    ]
 
 
-def _text(value) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def _details(code: str) -> str:
-    return (
-        f"<details><summary>the smallest failing call</summary><pre>{html.escape(code)}</pre></details>" if code else ""
+def section(rows: list[Row], meanings: Mapping[str, str]) -> page.Section:
+    """The page of a check: its table, and the smallest failing call of each fault."""
+    likes = report.likes(rows)
+    return page.Section(
+        "Features",
+        ["Compared with the specification, feature by feature, by attnlab conform.", report.counts(rows)],
+        table=Table.of(columns(likes), rows).shown(),
+        notes=[f"{choice}: {made}" for choice, made in meanings.items()],
+        opened={
+            f"{row.feature}: the smallest failing call": row.code
+            for row in rows
+            if row.code and row.feature not in likes
+        },
     )
 
 

@@ -12,15 +12,16 @@ config.model.attention.window=None,16.
 Each run has a workdir of its own in --workdir, named by its values. Runs that differ in seed and learning rate alone
 share a process and its programs; on GPUs --together trains them as one program. The same command goes on where it was
 stopped or killed, and keeps the runs that are finished; with more values it trains the new ones. A run that fails does
-not end the others. At the end runs.csv has a line for each run, the lowest final loss first, and runs.png shows their
-losses. Where seeds vary beside another field, runs that differ in the seed alone are a group: groups.csv has the mean
-final loss of each group with its 95 % interval over seeds, and runs.png a colour for each.
+not end the others. At the end runs.csv has a line for each run, the lowest final loss first, runs.png shows their
+losses, and sweep.html is a page of both. Where seeds vary beside another field, runs that differ in the seed alone are
+a group: groups.csv has the mean final loss of each group with its 95 % interval over seeds, and runs.png a colour for
+each.
 `python -m attnlab.sweep` is the same command.
 """
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,14 +31,30 @@ from attnlab import commands, experiments, runs, train
 from attnlab import config as configs
 from attnlab.config import RunConfig
 from attnlab.nn import custom, versions
-from attnlab.study.report import mean_and_margin
-from attnlab.support import paths, tables, workers
+from attnlab.results import page
+from attnlab.results.charts import Figure
+from attnlab.results.statistics import mean_and_margin
+from attnlab.results.table import Column, Table
+from attnlab.support import paths, provenance, workers
 from attnlab.support.errors import UserError
 from attnlab.sweeping import grid, training_runs
 from attnlab.training.program import shared_programs
 
-MARKER, TABLE, GROUPS, PLOT = "sweep.json", "runs.csv", "groups.csv", "runs.png"
-LOSSES, COUNTS = ("loss", "best_loss", "mean_loss", "low", "high"), ("best_step", "steps", "tokens_per_second")
+MARKER, TABLE, GROUPS, PLOT, PAGE = "sweep.json", "runs.csv", "groups.csv", "runs.png", "sweep.html"
+SCORES = [
+    Column("loss", "loss", None, "nats", ".4f", "After the last step.", empty="failed"),
+    Column("best_loss", "best loss", None, "nats", ".4f", "The lowest of all validations."),
+    Column("best_step", "best step", format=","),
+    Column("steps", "steps", format=","),
+    Column("tokens_per_second", "tokens/s", help="The median of the records."),
+]
+MEANS = [
+    Column("seeds", "seeds", help="Runs that finished."),
+    Column("failed", "failed"),
+    Column("mean_loss", "mean loss", None, "nats", ".4f", "Of the final losses."),
+    Column("low", "low", None, "end of the 95 % interval over seeds", ".4f", "By Student's t."),
+    Column("high", "high", None, "end of the 95 % interval over seeds", ".4f"),
+]
 _GRID = "config.FIELD=VALUE,VALUE,…, or several fields that vary together"
 
 
@@ -125,26 +142,35 @@ def _trained(points: list[grid.Point], folder: Path, about: dict, **runner) -> t
     finished = {point.name for point in points if train.is_finished(point.config, folder / point.name)}
     with training_runs.claimed(folder, MARKER, about) as lock:
         failed = training_runs.Runner(len(points), lock=lock, **runner).train(points, finished, folder)
-    rows, groups = table(points, folder, failed), group_of(points)
-    means = group_table(groups, points, rows)
-    _print(rows)
-    if means:
-        print("\nmean final loss over seeds, low and high ends of its 95 % interval (Student's t)")
-        _print(means)
-    _write(rows, means, groups, folder)
-    return rows, failed
+    groups, of_runs = group_of(points), table(points, folder, failed)
+    of_groups = group_table(groups, points, of_runs.rows)
+    for printed in filter(None, (of_runs, of_groups)):
+        print(printed._replace(columns=[each for each in printed.columns if each.key not in ("run", "group", "error")]))
+    _write(of_runs, of_groups, groups, folder)
+    return of_runs.rows, failed
 
 
-def table(points: list[grid.Point], folder: Path, failed: dict[str, str]) -> list[dict]:
+def table(points: list[grid.Point], folder: Path, failed: dict[str, str]) -> Table:
     """A row for each run, by its final loss; failed runs come last."""
-    rows = []
-    for point in points:
-        row = {"run": point.name} | point.values
-        row |= dict.fromkeys(("loss", "best_loss", "best_step", "steps", "tokens_per_second"))
-        if point.name not in failed:
-            row |= _scores(folder / point.name)
-        rows.append(row | {"error": failed.get(point.name, "")})
-    return sorted(rows, key=lambda row: (bool(row["error"]), row["loss"] or 0.0))
+    rows = [
+        {"run": point.name}
+        | point.values
+        | dict.fromkeys(column.key for column in SCORES)
+        | ({} if point.name in failed else _scores(folder / point.name))
+        | {"error": failed.get(point.name, "")}
+        for point in points
+    ]
+    columns = [Column("run", "run"), *_fields(points[0].values), *SCORES, Column("error", "error", usual="")]
+    return Table(columns, sorted(rows, key=lambda row: (bool(row["error"]), row["loss"] or 0.0)))
+
+
+def _fields(names: Iterable[str]) -> list[Column]:
+    """A column for each field, under the last part of its name."""
+    titles = {name: name.rpartition(".")[2].replace("_", " ") for name in names}
+    return [
+        Column(name, title, format=lambda row, name=name: str(row[name]), empty="None")
+        for name, title in titles.items()
+    ]
 
 
 def _scores(workdir: Path) -> dict:
@@ -172,8 +198,8 @@ def _variant(point: grid.Point) -> dict:
     return {field: value for field, value in point.values.items() if field != "seed"}
 
 
-def group_table(groups: dict[str, str], points: list[grid.Point], rows: list[dict]) -> list[dict]:
-    """A row for each group, by its mean final loss, from the rows of its runs; without a finished run it comes last."""
+def group_table(groups: dict[str, str], points: list[grid.Point], rows: Sequence[Mapping]) -> Table | None:
+    """A row for each group, by its mean final loss; without a finished run it comes last. None without groups."""
     found, loss_of = [], {row["run"]: row["loss"] for row in rows}
     for group in dict.fromkeys(groups.values()):
         members = [point for point in points if groups[point.name] == group]
@@ -181,40 +207,38 @@ def group_table(groups: dict[str, str], points: list[grid.Point], rows: list[dic
         mean, margin = mean_and_margin(losses)
         row = {"group": group} | _variant(members[0]) | {"seeds": len(losses), "failed": len(members) - len(losses)}
         found.append(row | {"mean_loss": mean, "low": mean - margin, "high": mean + margin})
-    return sorted(found, key=lambda row: (not row["seeds"], row["mean_loss"]))
+    columns = [Column("group", "group"), *_fields(_variant(points[0])), *MEANS]
+    return Table(columns, sorted(found, key=lambda row: (not row["seeds"], row["mean_loss"]))) if groups else None
 
 
-def _print(rows: list[dict]) -> None:
-    """Print rows of `table` or `group_table` in columns, which only a narrow terminal folds."""
-    names = [name for name in rows[0] if name not in ("run", "group", "error")]
-    heads = [n.rpartition(".")[2].replace("tokens_per_second", "tokens/s").replace("_", " ") for n in names]
-    shown = [row | {"loss": "failed"} if row.get("error") else row for row in rows]
-    print(tables.as_text([heads, *([_cell(name, row[name]) for name in names] for row in shown)]))
-
-
-def _cell(name: str, value) -> str:
-    if name not in LOSSES + COUNTS or isinstance(value, str):
-        return str(value)
-    return "-" if value is None or value != value else f"{value:.4f}" if name in LOSSES else f"{value:,}"
-
-
-def _write(rows: list[dict], means: list[dict], groups: dict[str, str], folder: Path) -> None:
-    """Write the tables, and the plot where matplotlib is installed: of groups over the runs that finished."""
+def _write(of_runs: Table, of_groups: Table | None, groups: dict[str, str], folder: Path) -> None:
+    """Write the tables, the page, and where matplotlib is installed the plot: of groups over the runs that finished."""
     (folder / GROUPS).unlink(missing_ok=True)  # of an earlier grid
-    written = {TABLE: rows} | ({GROUPS: means} if means else {})
+    written = {TABLE: of_runs} | ({GROUPS: of_groups} if of_groups else {})
     for name, found in written.items():
-        paths.write_csv(folder / name, found)
-    shown = [folder / row["run"] for row in rows if not (means and row["error"])]
-    if shown := [workdir for workdir in shown if (workdir / "metrics.jsonl").exists()]:
+        paths.write_csv(folder / name, found.rows)
+    shown = [folder / row["run"] for row in of_runs.rows if not (of_groups and row["error"])]
+    shown = [workdir for workdir in shown if (workdir / "metrics.jsonl").exists()]
+    title = "Validation loss: mean over seeds, and each seed" if of_groups else "Loss of each run"
+
+    def draw(title: str):
+        from attnlab import plots  # needs matplotlib
+
+        return plots.runs(shown, title, groups=groups)
+
+    if shown:
         try:
-            from attnlab import plots  # needs matplotlib
-        except UserError as error:
+            paths.write_figure(folder / PLOT, draw(title))
+            written[PLOT] = of_runs
+        except UserError as error:  # without matplotlib
             print(error)
-        else:
-            titles = ["Validation loss: mean over seeds, and each seed"] if means else []
-            paths.write_figure(folder / PLOT, plots.runs(shown, *titles, groups=groups))
-            written[PLOT] = rows
-    print(f"{', '.join(written)} are in {folder}")
+    ends = ", ".join(f"{row['run']} {row['loss']:.4g}" for row in of_runs.rows if row["loss"] is not None)
+    figures = [Figure(title, f"Loss over steps. At the end: {ends}.", lambda _: draw(""))] if PLOT in written else []
+    folded = {"All runs": of_runs.shown()} if of_groups else {}
+    section = page.Section("Runs", table=(of_groups or of_runs).shown(), figures=figures, folded=folded)
+    about = {"machine": provenance.machine()}
+    page.write(folder / PAGE, f"Sweep of {len(of_runs.rows)} runs", about, [section])
+    print(f"{', '.join([*written, PAGE])} are in {folder}")
 
 
 if __name__ == "__main__":

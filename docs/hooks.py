@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import lessons  # noqa: E402  (beside this file)
 
+from attnlab.comparing.table import MEASURES, columns  # noqa: E402
 from attnlab.config import declared  # noqa: E402
 from attnlab.nn.config import KINDS  # noqa: E402
 from attnlab.study import registry  # noqa: E402
@@ -36,6 +37,7 @@ _STUDY = re.compile(r"^\[\w+\]\(\.\./studies/(\w+)\.py\)$", re.MULTILINE)
 _STUDIES = re.compile(r"^<!-- studies ([\w ]+) -->$", re.MULTILINE)
 _INCLUDED = re.compile(r"^\[[^]]+\]\((\w+\.txt|(?:\.\./)+(?:launch/)?[A-Z]+\.md)#?(\w*)\)$", re.MULTILINE)
 _OPTIONS = re.compile(r"^\{\{ options \}\}$", re.MULTILINE)
+_COLUMNS = re.compile(r"^\{\{ columns \}\}$", re.MULTILINE)
 
 
 def on_files(files, config):
@@ -58,6 +60,7 @@ def on_page_markdown(markdown, page, config, files):
     folder = Path(page.file.abs_src_path or ROOT / "docs" / "index.md").parent
     markdown = _INCLUDED.sub(lambda found: _file(folder / found[1], found[2]), markdown)
     markdown = _OPTIONS.sub(lambda found: _options(), markdown)
+    markdown = _COLUMNS.sub(lambda found: _columns(), markdown)
     return _STUDY.sub(lambda found: _study(found[1]), markdown)
 
 
@@ -128,6 +131,13 @@ def _result(name: str) -> Result:
 def _file(path: Path, section: str) -> str:
     """The line with which the site includes a file, or one of its sections."""
     return f'--8<-- "{path.resolve().relative_to(ROOT)}{section and f":{section}"}"'
+
+
+def _columns() -> str:
+    """The table of the columns of a comparison, of texts and of tasks."""
+    found = {column.key: column for measure in MEASURES for column in columns(measure, 5, 2)}
+    lines = [f"| `{each.key}` | {each.title} | {_cell(each.help)} |" for each in found.values()]
+    return "\n".join(["| key | column | what it is |", "|---|---|---|", *lines])
 
 
 def _options() -> str:

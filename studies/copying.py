@@ -27,8 +27,9 @@ from attnlab.data.tasks import TEST
 from attnlab.data.tasks.task_draws import Number, check_least, compiled, key_of
 from attnlab.nn import GPT
 from attnlab.nn.config import POSITIONS
+from attnlab.results.statistics import Interval
 from attnlab.study.fitting import adamw, fit_seeds
-from attnlab.study.report import Interval, Options, Verdict, table
+from attnlab.study.report import Options, Verdict, table
 from attnlab.types import Array
 
 NONE = "none"

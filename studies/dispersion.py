@@ -27,8 +27,9 @@ from attnlab.data.tasks import TEST
 from attnlab.data.tasks.task_draws import Number, check_least, compiled, key_of
 from attnlab.masks import Padding
 from attnlab.nn import Mlp, MultiHeadAttention
+from attnlab.results.statistics import Interval
 from attnlab.study.fitting import adamw, fit_seeds
-from attnlab.study.report import Interval, Options, Verdict, table
+from attnlab.study.report import Options, Verdict, table
 from attnlab.types import Array
 
 ITEMS, CLASSES, WIDTH, BATCH = 16, 10, 64, 128

@@ -23,8 +23,9 @@ from matplotlib.figure import Figure
 from attnlab import plots
 from attnlab.data.tasks.task_draws import Number, compiled, key_of
 from attnlab.nn import Mlp, MultiHeadAttention
+from attnlab.results.statistics import Interval
 from attnlab.study.fitting import Size, fit_seeds
-from attnlab.study.report import Interval, Options, Verdict, table
+from attnlab.study.report import Options, Verdict, table
 from attnlab.types import Array
 
 P, SHARE, WIDTH, HEADS, RATE = 59, 0.4, 64, 4, 1e-2

@@ -29,9 +29,10 @@ from matplotlib.figure import Figure
 from attnlab import plots, see
 from attnlab.data.tasks import TEST, repeats
 from attnlab.nn import GPT
+from attnlab.results.statistics import Interval
 from attnlab.see.head_scores import targets
 from attnlab.study.fitting import fit_seeds, next_token
-from attnlab.study.report import Interval, Options, Verdict, table
+from attnlab.study.report import Options, Verdict, table
 from attnlab.types import Array
 
 VOCABULARY, LENGTH, HEADS = 64, 64, 4

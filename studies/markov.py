@@ -30,8 +30,9 @@ from attnlab.data.tasks import TEST
 from attnlab.data.tasks.task_draws import Number, check_least, compiled, key_of
 from attnlab.masks import Causal
 from attnlab.nn import Block, Mlp, MultiHeadAttention
+from attnlab.results.statistics import Interval
 from attnlab.study.fitting import Size, adamw, fit_seeds, next_token
-from attnlab.study.report import Advance, Interval, Options, Verdict
+from attnlab.study.report import Advance, Options, Verdict
 from attnlab.types import Array
 
 STATES, WIDTH, LENGTH, BATCH, HELD_OUT = 3, 32, 100, 32, 256

@@ -25,8 +25,9 @@ from matplotlib.figure import Figure
 from attnlab import plots
 from attnlab.data.tasks import TEST, recall
 from attnlab.nn import Block, CausalConv, GatedDeltaNet, LinearAttention
+from attnlab.results.statistics import Interval
 from attnlab.study.fitting import adamw, fit_seeds
-from attnlab.study.report import Interval, Options, Verdict, table
+from attnlab.study.report import Options, Verdict, table
 from attnlab.types import Array
 
 PAIRS, VOCABULARY, WIDTH, LEARNING_RATE = 4, 41, 64, 5e-3

@@ -24,8 +24,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from attnlab import plots, see
+from attnlab.results.statistics import Interval
 from attnlab.study import fitting
-from attnlab.study.report import Advance, Interval, Options, Verdict
+from attnlab.study.report import Advance, Options, Verdict
 
 from . import _quickstart as quickstart
 from ._quickstart import HEADS, LAYERS

@@ -21,7 +21,8 @@ from matplotlib.figure import Figure
 
 from attnlab import plots
 from attnlab.nn import Mlp, MultiHeadAttention
-from attnlab.study.report import Interval, Options, Verdict
+from attnlab.results.statistics import Interval
+from attnlab.study.report import Options, Verdict
 
 LAYERS, LENGTH, WIDTH = 12, 32, 64
 KINDS = ("attention alone", "with MLPs", "with skips", "with skips and MLPs", "causal")

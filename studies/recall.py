@@ -33,8 +33,9 @@ from attnlab import plots
 from attnlab.data.tasks import TEST, recall
 from attnlab.masks import Causal
 from attnlab.nn import GRU, Block, CausalConv, LinearAttention, MultiHeadAttention
+from attnlab.results.statistics import Interval
 from attnlab.study.fitting import adamw, fit_seeds
-from attnlab.study.report import Interval, Options, Verdict, table
+from attnlab.study.report import Options, Verdict, table
 from attnlab.types import Array
 
 VOCABULARY, PAIRS = 256, (4, 8, 16)

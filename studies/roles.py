@@ -22,8 +22,9 @@ from matplotlib.figure import Figure
 from scipy.stats import mannwhitneyu
 
 from attnlab import plots, see
+from attnlab.results.statistics import Interval
 from attnlab.study import fitting
-from attnlab.study.report import Advance, Interval, Options, Verdict
+from attnlab.study.report import Advance, Options, Verdict
 from attnlab.support.errors import UserError
 
 from . import _quickstart as quickstart

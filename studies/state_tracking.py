@@ -28,8 +28,9 @@ from attnlab.data.tasks import TEST, running_sums
 from attnlab.masks import Causal
 from attnlab.nn import Block, GatedDeltaNet, Mlp, MultiHeadAttention
 from attnlab.nn.rotations import Rotary
+from attnlab.results.statistics import Interval
 from attnlab.study.fitting import adamw, fit_seeds
-from attnlab.study.report import Interval, Options, Verdict, table
+from attnlab.study.report import Options, Verdict, table
 from attnlab.types import Array
 
 SHORTEST, LONGEST, TIMES = 3, 20, (1, 2, 4)

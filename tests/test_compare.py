@@ -21,13 +21,14 @@ import pytest
 
 import attnlab
 from attnlab import compare, comparing
-from attnlab.comparing import certificate, protocol, race, replication
+from attnlab import config as configs
+from attnlab.comparing import certificate, measuring, protocol, race, replication
 from attnlab.data.batches import Batch
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
 from attnlab.support import workers
 from attnlab.support.errors import UserError
-from attnlab.sweeping import grid
+from attnlab.sweeping import grid, training_runs
 from attnlab.training import text as texts
 from attnlab.training.state import token_losses
 from attnlab.training.workdir import Workdir
@@ -114,7 +115,9 @@ def test_dry_run_lists_the_runs_and_starts_none(tmp_path, capsys):
     options = ["--dry_run", "--learning_rates=1e-2,1e-3", "--seeds=2"]
     assert compared(tmp_path / "new", *VARIANTS, *options) == 0
     out = capsys.readouterr().out
-    assert out.count("choosing: variant=") == 6 and "12 runs, about" in out and "seeds 1, 2" in out
+    assert out.count("choosing: variant=") == 6 and "12 runs, and up to 6 more where a learning rate" in out
+    assert compared(tmp_path / "new", *VARIANTS, *options, "--tuning_seeds=3") == 0  # whose number moves no other seed
+    assert all(text.count("seeds 0, 1\n") == 3 for text in (out, capsys.readouterr().out))
     words = ["--config=compare_tasks", *VARIANTS, "--dry_run", f"--workdir={tmp_path / 'new'}"]
     assert compare.main(["compare", *words]) == 0
     assert all(f"--- {task}: " in (out := capsys.readouterr().out + out) for task in ("recall", "parity"))  # of COMPARE
@@ -149,7 +152,7 @@ def test_table_of_a_task_compares_accuracies_by_seed_and_length(finished):
     np.testing.assert_allclose(steps, np.round(steps))
     assert all(0 <= window[f"accuracy_{times}x"] <= 1 for times in (1, 2, 4, 8))
     words = (part_of(folder, "task") / "table.md").read_text()
-    assert "Accuracies: shares of right answers, means of 2 seeds" in words and f"--- {PARITY}" in out
+    assert "accuracy (share of answers, ± 95 % over 2 seeds)" in words and f"--- {PARITY}" in out
     assert "Learning rate 0.01, the same for all" in words  # of COMPARE
 
 
@@ -220,9 +223,35 @@ def test_mistake_in_an_argument_is_one_line(tmp_path, options, message):
 def test_comparison_of_other_steps_needs_another_folder(finished, capsys):
     assert compared(finished[0], f"--variants={finished[1]}", "--config.steps=24") == 2
     assert re.search("has runs of 12 steps, and now 24: choose a new --workdir", capsys.readouterr().err)
-    options = ["--tuning_seeds=2", "--learning_rates=1e-2,1e-3"]  # in which a final seed is one of these
-    assert compared(finished[0], f"--variants={finished[1]}", *options) == 2
-    assert "has runs of another number of tuning seeds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("best", "extensions", "tried", "verdict"),
+    [(1e-2, 2, [1e-3, 1e-2, 1e-1], "worse"), (1e1, 2, [1e-3, 1e-2, 1e-1, 1.0, 10.0], "worse, rate at the edge")],
+)
+def test_learning_rates_at_an_edge_are_extended_within_a_budget(
+    tmp_path, monkeypatch, capsys, best, extensions, tried, verdict
+):
+    def trained(runner, points, finished, folder):
+        for point in points:
+            rate, window = point.config.optimizer.learning_rate, point.config.model.layers[0].window
+            loss = np.log10(rate / (best if window else 1e-2)) ** 2 + point.config.seed % 2 / 100 + bool(window)
+            (folder / point.name).mkdir()
+            (folder / point.name / "config.json").write_text(configs.to_json(point.config, vocab_size=65))
+            last = {"step": 12, "split": "final", "loss": loss, "params_sha256": point.name}
+            (folder / point.name / "metrics.jsonl").write_text(json.dumps(last) + "\n")
+        return {}
+
+    monkeypatch.setattr(training_runs.Runner, "train", trained)
+    monkeypatch.setattr(measuring, "measure", lambda *_: ({}, None))
+    variants = {"all": {}, "window": {"model.attention.window": 4}}
+    options = {"learning_rates": [1e-3, 1e-2, 1e-1], "seeds": 3, "extensions": extensions}
+    found = comparing.compare(WITHOUT_DROPOUT, variants, workdir=tmp_path / "new", **options)
+    names = [path.name for path in (tmp_path / "new").glob("variant=window,*seed=1000")]
+    assert sorted(float(re.search("rate=([^,]*)", name)[1]) for name in names) == tried
+    cells = dict(zip(found._part(None).sections[0].table.heads, found._part(None).sections[0].table.cells()[1]))
+    assert cells["verdict"] == verdict and found.rows[1]["learning_rate"] == tried[-2 + ("edge" in verdict)]
+    assert ("--extensions" in capsys.readouterr().out) == ("edge" in verdict)
 
 
 def test_function_goes_on_where_the_command_was(finished, monkeypatch, capsys):
@@ -236,7 +265,7 @@ def test_function_goes_on_where_the_command_was(finished, monkeypatch, capsys):
     assert capsys.readouterr().out.count("4 of 4 runs are finished, and are kept") == 2
     rows = [{k: x for k, x in row.items() if k != "task"} for row in found.rows if row["task"] == "text"]
     assert rows == comparing.read(text) and found.verdict("window", "text") == rows[1]["verdict"] and not found.failed
-    assert found.table(PARITY).splitlines()[0].split()[:2] == ["variant", "accuracy"]
+    assert found.table(PARITY).splitlines()[0].split()[:2] == ["variant", "verdict"]
     assert str(found).startswith(found.sentences[0]) and found.sentences[0].partition(": ")[2] in found._repr_html_()
     assert [curve.shape[1] for curve in found.curves("window", "text")] == [3, 3]
     with pytest.raises(KeyError, match="'windows' .did you mean window"):

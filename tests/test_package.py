@@ -50,6 +50,7 @@ FLOORS = (
     {"training", "commands"},
     {"loading", "runs"},
     {"sample", "export", "plots"},
+    {"results"},
     {"train", "planning", "see", "study", "bench", "conform"},
     {"sweeping", "plan"},
     {"sweep", "comparing"},

@@ -1,12 +1,9 @@
 """Compare variants of a model: train each at its best learning rate over seeds, and say which is better."""
 
-import contextlib
 import datetime
 import math
-import sys
 import tempfile
-import traceback
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,27 +12,29 @@ from ml_collections import ConfigDict
 
 from attnlab import commands, experiments
 from attnlab import config as configs
-from attnlab.comparing import measuring, page, replication, report, table
+from attnlab.comparing import measuring, replication, report, table
 from attnlab.comparing import protocol as protocols
 from attnlab.comparing import variants as variants_
-from attnlab.comparing.protocol import FACTORS, Protocol
-from attnlab.comparing.race import Race
+from attnlab.comparing.protocol import FACTORS, Protocol, Rate
 from attnlab.comparing.replication import Published
 from attnlab.comparing.report import Part
 from attnlab.config import RunConfig
 from attnlab.data.tasks import named
 from attnlab.nn import custom, versions
 from attnlab.nn.layer import LayerConfig
-from attnlab.support import tables, workers
+from attnlab.results import page, statistics
+from attnlab.results.table import Table
+from attnlab.support import paths, workers
 from attnlab.support.errors import ArgumentError, UserError
-from attnlab.support.files import read_json
 from attnlab.support.names import nearest
 from attnlab.sweeping import grid, training_runs
 from attnlab.testing.layer import check_layer
 from attnlab.training import text as texts
 from attnlab.training.program import shared_programs
 
-MARKER = "comparison.json"
+MARKER, PAGE = "comparison.json", "comparison.html"
+# The seeds that choose learning rates come so far after the first one that is compared: their number moves no other.
+TUNING = statistics.MOST_SEEDS
 # Where the config does not say otherwise: samples would be compiled for each variant.
 DEFAULTS = {"sample.length": 0, "log.tensorboard": False}
 # Fields of the config, which the caller's own come before.
@@ -79,7 +78,7 @@ class Comparison:
 
     def table(self, task: str | None = None) -> str:
         """The columns that answer the question, as text."""
-        return tables.as_text(self._part(task).sections[0].table.cells)
+        return self._part(task).sections[0].table.text()
 
     def workdirs(self, variant: str, task: str | None = None) -> list[Path]:
         """The folders of a variant's runs, which `attnlab.load` takes."""
@@ -130,8 +129,9 @@ def compare(
     *,
     workdir: str | Path,
     seeds: int = 5,
-    tuning_seeds: int = 1,
+    tuning_seeds: int | None = None,
     learning_rates: Sequence[float] = (),
+    extensions: int = 2,
     tasks: Sequence[str] | Mapping[str, Mapping] = (),
     match: str | None = None,
     match_length: int | None = None,
@@ -151,9 +151,10 @@ def compare(
         function of scores, see docs/guide/own.md; or a function from a `RunConfig` to another. The others are compared
         with the first.
       workdir: gets the runs, a table and the page.
-      seeds: fresh seeds of each variant, 2 or more.
-      tuning_seeds: on which the learning rate is chosen, not used again.
+      seeds: of each variant, from the config's on: 2 to 1,000.
+      tuning_seeds: others, on which the learning rate is chosen; None for 3 where runs are trained together, else 1.
       learning_rates: to choose from; by default 1/9, 1/3, 1 and 3 times the config's.
+      extensions: how often a variant whose best learning rate is the lowest or highest tries one more beyond it.
       tasks: names of `TASKS`, or "task:recall pairs=4", or fields by name; each has a table.
       match: "parameters", "flops" or "state": the size that all have in common, by a change of width.
       match_length: of the text whose state is matched; None for the context.
@@ -178,17 +179,29 @@ def compare(
     """
     if not isinstance(check, bool):
         raise ArgumentError("check", check, "expected True or False")
-    arguments = {"seeds": seeds, "tuning_seeds": tuning_seeds, "learning_rates": learning_rates, "tasks": tasks}
+    options = training_runs.checked(jobs, together)
+    arguments = {"seeds": seeds, "learning_rates": learning_rates, "extensions": extensions, "tasks": tasks}
+    arguments |= {"tuning_seeds": default_tuning_seeds(together) if tuning_seeds is None else tuning_seeds}
     arguments |= {"match": match or "none", "match_length": match_length}
     found = parts(*_given(config), variants, Path(workdir), **arguments)
-    options = training_runs.checked(jobs, together) | {"command": "attnlab.comparing.compare"}
-    return run(found, Path(workdir), check=check, **options)
+
+    def command(seeds: int) -> str:
+        return f"attnlab.comparing.compare(…, seeds={seeds})"
+
+    return run(found, Path(workdir), check=check, command=command, **options)
 
 
-def run(parts: Sequence[Part], folder: Path, *, check: bool, together: str, jobs: int, command: str) -> Comparison:
+def default_tuning_seeds(together: int | str) -> int:
+    """Three where several runs are trained as one program, which cost little more than one; else one."""
+    return 3 if training_runs.go_together(together) else 1
+
+
+def run(
+    parts: Sequence[Part], folder: Path, *, check: bool, together: str, jobs: int, command: Callable[[int], str]
+) -> Comparison:
     """Train, measure and report the parts of a comparison, in so many processes at a time, or in this one for 0.
 
-    With `check` the custom layers are checked before.
+    With `check` the custom layers are checked before. `command` is the command for a number of seeds.
     """
     first = parts[0]
     base = first.protocol.config
@@ -200,12 +213,12 @@ def run(parts: Sequence[Part], folder: Path, *, check: bool, together: str, jobs
             if check:
                 check_layers(parts)
             runner = training_runs.Runner(total, jobs, together, lock)
-            found = {part.name: _compare(part, runner) for part in parts}
+            found = {part.name: _compare(part, runner, command) for part in parts}
             names = [variant.name for variant in first.variants]
-            about = found[first.name].about | {"command": command}
+            about = found[first.name].about | {"command": command(len(first.protocol.seeds))}
             sections = [section for part in found.values() for section in part.sections]
             title = f"{', '.join(names[1:])} against {names[0]}"
-            return Comparison(found, page.write(folder, title, about, sections))
+            return Comparison(found, page.write(folder / PAGE, title, about, sections))
     except workers.Interrupted as stopped:
         raise KeyboardInterrupt(*stopped.args) from None
 
@@ -231,6 +244,7 @@ def parts(
     seeds: int,
     tuning_seeds: int,
     learning_rates: Sequence[float],
+    extensions: int,
     tasks: Sequence[str] | Mapping[str, Mapping],
     match: str,
     match_length: int | None,
@@ -240,9 +254,10 @@ def parts(
     """The parts of a comparison, checked before anything starts; arguments as of `compare`, `chosen` fields stay."""
     named_variants = variants_.of_values(variants)
     config.check_effects()
-    if seeds < 2 or tuning_seeds < 1:
-        name, value, least = ("seeds", seeds, 2) if seeds < 2 else ("tuning_seeds", tuning_seeds, 1)
-        raise ArgumentError(name, value, f"expected {least} or more")
+    numbers = {"seeds": (seeds, 2), "tuning_seeds": (tuning_seeds, 1), "extensions": (extensions, 0)}
+    for name, (value, least) in numbers.items():
+        if not least <= value <= TUNING:
+            raise ArgumentError(name, value, f"expected {least} to {TUNING}")
     if isinstance(tasks, str):
         raise ArgumentError("tasks", tasks, "expected a list of names")
     if tasks and "data.name" in chosen:
@@ -259,13 +274,14 @@ def parts(
     ]
     if len(set(rates)) < len(rates) or min(rates) <= 0:
         raise ArgumentError("learning_rates", rates, "expected different numbers above 0")
-    fresh = config.seed + tuning_seeds
-    seeds_of = {"tuning_seeds": tuple(range(config.seed, fresh)), "seeds": tuple(range(fresh, fresh + seeds))}
+    first = config.seed + TUNING
+    seeds_of = {"tuning_seeds": tuple(range(first, first + tuning_seeds))}
+    seeds_of |= {"seeds": tuple(range(config.seed, config.seed + seeds))}
     found = []
     for name, fields in _tasks(tasks or list(published), known_tasks).items():
         own = config.changed({field: value for field, value in fields.items() if field not in chosen})
         measure = "accuracy" if named.parse(own.data.name) else "loss"
-        protocol = Protocol(own, tuple(sorted(rates)), **seeds_of, measure=measure)
+        protocol = Protocol(own, tuple(sorted(rates)), **seeds_of, measure=measure, extensions=extensions)
         where = folder / grid.folder_name(name) if name else folder
         part = Part(name, where, protocol, named_variants, match, published.get(name))
         if match != "none":
@@ -327,28 +343,48 @@ def _tuning(part: Part) -> list:
     return [point for variant in part.variants for point in part.protocol.tuning(variant)]
 
 
-def _compare(part: Part, runner: training_runs.Runner) -> _Found:
+def _compare(part: Part, runner: training_runs.Runner, command: Callable[[int], str]) -> _Found:
     """Train, measure and report a part."""
     folder, protocol, variants = part.folder, part.protocol, part.variants
     if part.name:
         print(f"--- {part.name}")
         folder.mkdir(exist_ok=True)
-    failed = _train(_tuning(part), folder, runner)
-    rates = {variant.name: protocols.chosen_rate(protocol, variant, folder) for variant in variants}
-    final = {variant.name: protocol.final(variant, rates[variant.name][0]) for variant in variants}
+    rates, failed = _tune(part, runner)
+    final = {variant.name: protocol.final(variant, rates[variant.name].chosen) for variant in variants}
     failed |= _train([point for points in final.values() for point in points], folder, runner)
     finished = _finished(final, folder, failed)
     trained = [points[0].config for points in final.values()]
-    measured, raced = _measure(finished, folder, runner, trained)
+    measured, raced = measuring.measure(finished, folder, runner, trained)
     speeds = {name: raced.speeds[of[0].name] for name, of in finished.items()} if raced else {}
-    rows = table.rows(protocol, variants, folder, rates, measured, speeds)
-    found = report.section(part, rows, final, measured, raced)
-    print("\n".join([*found.sentences, "", tables.as_text(found.table.cells), "", *report.remarks(part, rows)]))
-    table.write(rows, folder, found.sentences, found.notes)
+    results = table.results(protocol, variants, folder, rates, measured, speeds)
+    whole = Table.of(table.columns(protocol.measure, len(protocol.seeds), len(variants)), results)
+    found = report.section(part, whole, final, measured, raced, command)
+    paths.write_csv(folder / table.TABLE, whole.rows)
+    paths.write_text(folder / table.TEXT, whole.shown().markdown(found.sentences, found.notes))
+    print("\n".join([*found.sentences, "", str(found.table), "", *report.remarks(part, whole.rows)]))
+    if found.command:
+        print(f"To decide what is open: {found.command}")
     print(f"All columns are in {folder / table.TABLE} and {table.TEXT}, with notes on how to read them.")
     sections = [found, *_replicate(part, final, measured)]
     workdirs = {name: [folder / point.name for point in points] for name, points in final.items()}
-    return _Found(rows, sections, workdirs, failed, _about(part, final, measured))
+    return _Found(whole.rows, sections, workdirs, failed, _about(part, final, measured))
+
+
+def _tune(part: Part, runner: training_runs.Runner) -> tuple[dict[str, Rate], dict[str, str]]:
+    """The learning rate of each variant, extended where it is at an edge; and the errors of runs that failed."""
+    protocol, folder = part.protocol, part.folder
+    tried, rates, failed, ended = dict.fromkeys(part.variants, protocol.rates), {}, {}, set()
+    for extension in range(protocol.extensions + 1):
+        points = [point for variant, of in tried.items() for point in protocol.tuning(variant, of)]
+        new = [point for point in points if point.name not in ended]
+        runner.expect(len(new) if extension else 0)
+        failed |= _train(new, folder, runner)
+        ended |= {point.name for point in new}
+        rates |= {each.name: protocols.chosen_rate(protocol, each, of, folder) for each, of in tried.items()}
+        has_run = {point.values["variant"] for point in points if point.name not in failed}
+        at_edge = [each for each in tried if rates[each.name].at_edge and each.name in has_run]
+        tried = {each: rates[each.name].extended() for each in at_edge}
+    return rates, failed
 
 
 def _replicate(part: Part, final, measured) -> list[page.Section]:
@@ -359,9 +395,8 @@ def _replicate(part: Part, final, measured) -> list[page.Section]:
     config = final[part.variants[0].name][0].config
     task = named.parse(config.data.name)
     chance = task.blind(config.model.context) if task else math.log(vocab_size(part))
-    rows = replication.rows(part.published, results, chance, step)
-    found = replication.section(part, rows, config)
-    print("\n".join(["", tables.as_text(found.table.cells), "", *found.notes]))
+    found = replication.section(part, replication.subjects(part.published, results, chance, step), config)
+    print("\n".join(["", str(found.table), "", *found.notes]))
     return [found]
 
 
@@ -378,53 +413,6 @@ def _finished(final, folder: Path, failed: Mapping[str, str]) -> dict[str, list[
         workdirs = [folder / point.name for point in points if point.name not in failed]
         found[name] = [workdir for workdir in workdirs if not protocols.diverged(workdir)]
     return {name: workdirs for name, workdirs in found.items() if workdirs}
-
-
-def _measure(
-    finished: Mapping[str, list[Path]], folder: Path, runner: training_runs.Runner, trained: Sequence[RunConfig]
-) -> tuple[dict, Race | None]:
-    """The measurements of each variant, one after another, and then the race of all; `trained` are their configs."""
-    logs = folder / training_runs.LOGS
-    files = {name: logs / f"{of[0].name}-{protocols.digest(of)}.json" for name, of in finished.items()}
-    waiting = {
-        f"measuring {of[0].name}": [files[name], *of] for name, of in finished.items() if not files[name].exists()
-    }
-    first = [of[0] for of in finished.values()]
-    race = logs / f"race-{protocols.digest(first)}.json"
-    if first and not race.exists():
-        waiting["race"] = ["--race", race, *first]
-    waiting = {name: list(map(str, words)) for name, words in waiting.items()}
-    if runner.jobs:
-        code = custom.to_load([config.model for config in trained])
-        module = ["attnlab.comparing.__main__", *(f"--{how}={path}" for path, how in code)]
-        words = {name: [*module, *arguments] for name, arguments in waiting.items()}
-        ended = workers.run(words, 1, logs, runner.lock, lambda name: print(name, flush=True))
-        errors = {each.name: each.error for each in ended}
-    else:
-        errors = {name: _measure_here(name, arguments, logs) for name, arguments in waiting.items()}
-    for name, error in errors.items():
-        if error:
-            print(f"{name} failed: {error} (see {logs})", file=sys.stderr)
-    measured = {name: _measurements(file) for name, file in files.items() if file.exists()}
-    return measured, Race(**_measurements(race)) if race.exists() else None
-
-
-def _measurements(file: Path) -> dict:
-    try:
-        return read_json(file)
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON ({error}): delete it, and the same command measures again") from None
-
-
-def _measure_here(name: str, arguments: Sequence[str], logs: Path) -> str:
-    """Measure a variant in this process; the error if it failed, else ""."""
-    print(name, flush=True)
-    with (logs / f"{name}.txt").open("a") as log, contextlib.redirect_stdout(log):
-        try:
-            return "" if measuring.main([name, *arguments]) == 0 else "its runs cannot be loaded"
-        except Exception as error:  # in a custom layer, or for want of memory
-            traceback.print_exc(file=log)
-            return f"{type(error).__name__}: {commands.one_line(error)}"
 
 
 def _about(part: Part, final, measured: Mapping[str, Mapping]) -> dict[str, str]:

@@ -7,7 +7,8 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -15,15 +16,18 @@ import numpy as np
 
 from attnlab import commands, loading
 from attnlab.comparing import certificate
-from attnlab.comparing.race import LONGER, extends, race
+from attnlab.comparing import protocol as protocols
+from attnlab.comparing.race import LONGER, Race, extends, race
 from attnlab.comparing.variants import state_bytes
 from attnlab.config import RunConfig
 from attnlab.data.batches import Batch
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
 from attnlab.nn import custom, versions
-from attnlab.support import paths, provenance
+from attnlab.support import paths, provenance, workers
 from attnlab.support.errors import UserError
+from attnlab.support.files import read_json
+from attnlab.sweeping import training_runs
 from attnlab.training import flops, precision, state
 from attnlab.training import text as texts
 from attnlab.training.program import TrainProgram
@@ -146,3 +150,53 @@ def _mean_losses(run: loading.Run, config: RunConfig, workdir: Path) -> np.ndarr
         of_positions, windows = jax.device_get(losses(run.params["params"], batches[number]))
         sums, count = sums + of_positions.astype(np.float64), count + windows
     return sums / count
+
+
+# Of all variants ------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    finished: Mapping[str, list[Path]], folder: Path, runner: training_runs.Runner, trained: Sequence[RunConfig]
+) -> tuple[dict, Race | None]:
+    """The measurements of each variant, one after another, and then the race of all; `trained` are their configs."""
+    logs = folder / training_runs.LOGS
+    files = {name: logs / f"{of[0].name}-{protocols.digest(of)}.json" for name, of in finished.items()}
+    waiting = {
+        f"measuring {of[0].name}": [files[name], *of] for name, of in finished.items() if not files[name].exists()
+    }
+    first = [of[0] for of in finished.values()]
+    of_race = logs / f"race-{protocols.digest(first)}.json"
+    if first and not of_race.exists():
+        waiting["race"] = ["--race", of_race, *first]
+    waiting = {name: list(map(str, words)) for name, words in waiting.items()}
+    if runner.jobs:
+        code = custom.to_load([config.model for config in trained])
+        module = ["attnlab.comparing.__main__", *(f"--{how}={path}" for path, how in code)]
+        words = {name: [*module, *arguments] for name, arguments in waiting.items()}
+        ended = workers.run(words, 1, logs, runner.lock, lambda name: print(name, flush=True))
+        errors = {each.name: each.error for each in ended}
+    else:
+        errors = {name: _measure_here(name, arguments, logs) for name, arguments in waiting.items()}
+    for name, error in errors.items():
+        if error:
+            print(f"{name} failed: {error} (see {logs})", file=sys.stderr)
+    measured = {name: _measurements(file) for name, file in files.items() if file.exists()}
+    return measured, Race(**_measurements(of_race)) if of_race.exists() else None
+
+
+def _measurements(file: Path) -> dict:
+    try:
+        return read_json(file)
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON ({error}): delete it, and the same command measures again") from None
+
+
+def _measure_here(name: str, arguments: Sequence[str], logs: Path) -> str:
+    """Measure a variant in this process; the error if it failed, else ""."""
+    print(name, flush=True)
+    with (logs / f"{name}.txt").open("a") as log, contextlib.redirect_stdout(log):
+        try:
+            return "" if main([name, *arguments]) == 0 else "its runs cannot be loaded"
+        except Exception as error:  # in a custom layer, or for want of memory
+            traceback.print_exc(file=log)
+            return f"{type(error).__name__}: {commands.one_line(error)}"

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,20 +22,53 @@ from attnlab.training.workdir import read_config
 FACTORS = (1 / 9, 1 / 3, 1.0, 3.0)  # of the config's learning rate, where the user names none
 
 
+class Rate(NamedTuple):
+    """The learning rate of a variant.
+
+    Attributes:
+      chosen: with the lowest mean loss over the tuning seeds.
+      tried: all, ascending.
+    """
+
+    chosen: float
+    tried: tuple[float, ...]
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether it is the smallest or the largest of several, so that a better one may lie beyond."""
+        return len(self.tried) > 1 and self.chosen in (self.tried[0], self.tried[-1])
+
+    def extended(self) -> tuple[float, ...]:
+        """The rates with one more beyond the edge, as far from it as its neighbour."""
+        edge, neighbour = self.tried[:2] if self.chosen == self.tried[0] else self.tried[:-3:-1]
+        return tuple(sorted({*self.tried, float(f"{edge * edge / neighbour:.2g}")}))
+
+
 class Protocol(NamedTuple):
-    """The config, learning rates and seeds common to all variants."""
+    """What all variants have in common.
+
+    Attributes:
+      config: of the comparison.
+      rates: the learning rates that each variant tries, ascending.
+      tuning_seeds: on which a rate is chosen.
+      seeds: others, whose results are compared.
+      measure: which result: "loss", or "accuracy" for a task.
+      extensions: how often a variant tries one more rate where the best one is at an edge.
+    """
 
     config: RunConfig
-    rates: tuple[float, ...]  # learning rates, ascending
-    tuning_seeds: tuple[int, ...]  # on which the rate is chosen
-    seeds: tuple[int, ...]  # fresh seeds, whose results are compared
-    measure: str = "loss"  # that is compared; "accuracy" for a task
+    rates: tuple[float, ...]
+    tuning_seeds: tuple[int, ...]
+    seeds: tuple[int, ...]
+    measure: str = "loss"
+    extensions: int = 0
 
-    def tuning(self, variant: Variant) -> list[Point]:
-        """The runs that choose a variant's learning rate, on the first half of the held-out text."""
-        if len(self.rates) == 1:
+    def tuning(self, variant: Variant, rates: Sequence[float] | None = None) -> list[Point]:
+        """The runs that choose among a variant's learning rates, on the first half of the held-out text."""
+        rates = self.rates if rates is None else rates
+        if len(rates) == 1:
             return []
-        return [self._point(variant, rate, seed, "first") for rate in self.rates for seed in self.tuning_seeds]
+        return [self._point(variant, rate, seed, "first") for rate in rates for seed in self.tuning_seeds]
 
     def final(self, variant: Variant, rate: float) -> list[Point]:
         """The runs whose losses are compared, on the second half."""
@@ -50,7 +83,7 @@ class Protocol(NamedTuple):
         config, values = config.changed(changes), {"variant": variant.name, "learning_rate": rate, "seed": seed}
         code = overrides.version(config)
         name = grid.name_of(values | ({"code": code} if code else {}))  # beside the runs of a file before it was edited
-        return Point(name, {"seed": seed, "learning_rate": rate}, config)
+        return Point(name, values, config)
 
 
 def has_ended(point: Point, folder: Path) -> bool:
@@ -59,8 +92,6 @@ def has_ended(point: Point, folder: Path) -> bool:
         saved, steps = read_config(folder / point.name), point.config.steps
         if saved["steps"] != steps:  # runs that go on would be compared with runs of one schedule
             raise UserError(f"{folder} has runs of {saved['steps']} steps, and now {steps}: choose a new --workdir")
-        if saved["eval"]["part"] != point.config.eval.part:
-            raise UserError(f"{folder} has runs of another number of tuning seeds: choose a new --workdir")
     return train.is_finished(point.config, folder / point.name) or diverged(folder / point.name)
 
 
@@ -95,17 +126,15 @@ def resolution(config: RunConfig, measure: str) -> float:
     return 1 / sum(int(((batch.targets >= 0) & (batch.weight > 0)[:, None]).sum()) for batch in batches)
 
 
-def chosen_rate(protocol: Protocol, variant: Variant, folder: Path) -> tuple[float, bool]:
-    """The learning rate with the lowest mean loss over the tuning seeds, and whether it is at the grid's edge."""
-    points = protocol.tuning(variant)
-    if not points:
-        return protocol.rates[0], False
-    losses: Mapping[float, list[float]] = {}
-    for point in points:
-        losses.setdefault(point.values["learning_rate"], []).append(result(folder / point.name))
+def chosen_rate(protocol: Protocol, variant: Variant, rates: Sequence[float], folder: Path) -> Rate:
+    """The rate with the lowest mean loss over the tuning seeds, whose runs have ended."""
+    if len(rates) == 1:
+        return Rate(rates[0], tuple(rates))
+    losses: dict[float, list[float]] = {rate: [] for rate in rates}
+    for point in protocol.tuning(variant, rates):
+        losses[point.values["learning_rate"]].append(result(folder / point.name))
     means = {rate: float(np.mean(values)) for rate, values in losses.items()}
-    best = min(means, key=lambda rate: (math.isnan(means[rate]), means[rate]))
-    return best, best in (protocol.rates[0], protocol.rates[-1])
+    return Rate(min(means, key=lambda rate: (math.isnan(means[rate]), means[rate])), tuple(rates))
 
 
 def curve(workdir: Path, tokens_per_second: float = math.nan) -> np.ndarray:

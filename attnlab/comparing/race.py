@@ -17,9 +17,9 @@ import numpy as np
 
 from attnlab import loading
 from attnlab.comparing import protocol as protocols
-from attnlab.comparing import statistics
 from attnlab.data.batches import prefetched
 from attnlab.nn import GPT
+from attnlab.results import statistics
 from attnlab.support import provenance, timing
 from attnlab.training import precision
 from attnlab.training import run as runs

@@ -8,23 +8,15 @@ import numpy as np
 
 from attnlab import config as configs
 from attnlab import experiments
-from attnlab.comparing import page, table
 from attnlab.comparing.protocol import Protocol, diverged, resolution, result
 from attnlab.config import RunConfig
-from attnlab.study.report import mean_and_margin
+from attnlab.results import page
+from attnlab.results.statistics import LEVEL, known, mean_and_margin
+from attnlab.results.table import Column, Table, with_interval
 from attnlab.support import paths
 from attnlab.support.errors import UserError
 
 TABLE, TEXT = "replication.csv", "replication.md"
-# The shown columns by key.
-COLUMNS = {
-    "variant": "variant",
-    "published": "published",
-    "ours": "ours",
-    "published_difference": "published difference",
-    "difference": "our difference",
-    "outcome": "outcome",
-}
 
 
 class Published(NamedTuple):
@@ -67,14 +59,13 @@ def published(file: str, names: Sequence[str]) -> dict[str, Published]:
     return found
 
 
-def outcome(difference: float, ours: Sequence[float] | np.ndarray, margin: float, resolution: float = 0.0) -> str:
-    """Whether a published difference is found again by paired differences of some seeds, by their 95 % interval.
+def outcome(difference: float, mean: float, half: float, margin: float) -> str:
+    """Whether a published difference is found again, by the mean of our paired differences and half its interval.
 
     A published difference up to the margin counts as 0. "reproduced": the interval is within the margin of the
     published difference, or contains it and excludes 0; "same sign only": it lies on the same side of 0, at another
     size; "underpowered": it excludes neither the published difference nor its absence; otherwise "not reproduced".
     """
-    mean, half = mean_and_margin(ours, resolution=2**0.5 * resolution)
     if np.isnan(half):
         return "underpowered"
     low, high = mean - half, mean + half
@@ -90,7 +81,7 @@ def outcome(difference: float, ours: Sequence[float] | np.ndarray, margin: float
 def is_trained(
     found: Published, results: Mapping[str, Sequence[float]], chance: float, resolution: float = 0.0
 ) -> bool:
-    """Whether our runs learnt enough to be compared with the published ones; arguments as for `rows`.
+    """Whether our runs learnt enough to be compared with the published ones; arguments as for `subjects`.
 
     The first variant is at its published result, to within the margin or half of our interval, and the variant whose
     published result is farthest from chance has left chance by more than both.
@@ -99,33 +90,63 @@ def is_trained(
 
     def distance(name: str, value: float) -> float:
         # Beyond the margin and half of our interval; NaN without a run.
-        mean, half = mean_and_margin(_known(results[name]), resolution=resolution)
+        mean, half = mean_and_margin(known(results[name]), resolution=resolution)
         return abs(mean - value) - np.fmax(found.margin, half)
 
     return not (distance(first, found.results[first]) > 0 or distance(best, chance) <= 0)
 
 
-def rows(
+class ReplicatedResults(NamedTuple):
+    """What a row is read from: published and our results of a variant.
+
+    Attributes:
+      ours: mean and half its interval.
+      expected: the published difference from the first variant; None for that one, as all that follows.
+      difference: of ours, paired by seed; half its interval is simultaneous, as in the comparison's table.
+      outcome: see the function, or "not trained far enough".
+    """
+
+    variant: str
+    published: float
+    ours: tuple[float, float]
+    expected: float | None = None
+    difference: tuple[float, float] | None = None
+    outcome: str | None = None
+
+
+def subjects(
     found: Published, results: Mapping[str, Sequence[float]], chance: float, resolution: float = 0.0
-) -> list[dict[str, Any]]:
-    """The records of a replication, on our results of each variant, by seed, NaN where a run failed.
+) -> list[ReplicatedResults]:
+    """The rows of a replication, on our results of each variant, by seed, NaN where a run failed.
 
     The first of `results` is the variant that the others are compared with; `chance` is the result without learning,
     and `resolution` the step between two results.
     """
-    (first, *_), rows, trained = results, [], is_trained(found, results, chance, resolution)
+    (first, *others), rows, trained = results, [], is_trained(found, results, chance, resolution)
     for name in (name for name in results if name in found.results):
-        mean, half = mean_and_margin(_known(results[name]), resolution=resolution)
-        row = {"variant": name, "published": found.results[name], "ours": mean, "ours_interval": half}
-        row |= dict.fromkeys(("published_difference", "difference", "difference_interval", "outcome"))
+        row = ReplicatedResults(name, found.results[name], mean_and_margin(known(results[name]), resolution=resolution))
         if name != first:
-            paired = _known(np.subtract(results[name], results[first]))
-            row["published_difference"] = found.results[name] - found.results[first]
-            row["difference"], row["difference_interval"] = mean_and_margin(paired, resolution=2**0.5 * resolution)
-            difference = outcome(row["published_difference"], paired, found.margin, resolution)
-            row["outcome"] = difference if trained else "not trained far enough"
+            expected = found.results[name] - found.results[first]
+            paired = known(np.subtract(results[name], results[first]))
+            mean, half = mean_and_margin(paired, LEVEL / len(others), 2**0.5 * resolution)
+            ended = outcome(expected, mean, half, found.margin) if trained else "not trained far enough"
+            row = row._replace(expected=expected, difference=(mean, half), outcome=ended)
         rows.append(row)
     return rows
+
+
+def columns(seeds: int, variants: int) -> list[Column]:
+    """The columns of a replication over some seeds of a comparison of so many variants."""
+    over = f"± 95 % over {seeds} seeds"
+    joint = over if variants == 2 else f"± 95 % for all {variants - 1}, over {seeds} seeds"
+    return [
+        Column("variant", "variant", lambda of: of.variant),
+        Column("outcome", "outcome", lambda of: of.outcome, help="Of the interval of our difference: see the guide."),
+        Column("published", "published", lambda of: of.published, format=".3f"),
+        *with_interval("ours", "ours", lambda of: of.ours, over),
+        Column("published_difference", "published difference", lambda of: of.expected, format="+.3f"),
+        *with_interval("difference", "our difference", lambda of: of.difference, joint, "+", "Paired by seed."),
+    ]
 
 
 def results(found: Published, protocol: Protocol, folder: Path, final: Mapping, measured: Mapping) -> tuple:
@@ -147,20 +168,7 @@ def results(found: Published, protocol: Protocol, folder: Path, final: Mapping, 
     return by_variant, step
 
 
-def cells(rows: Sequence[Mapping]) -> list[list[str]]:
-    """The rows as texts, the names of their columns first."""
-    return [list(COLUMNS.values()), *([_cell(name, row) for name in COLUMNS] for row in rows)]
-
-
-def _cell(name: str, row: Mapping) -> str:
-    value, half = row[name], row.get(f"{name}_interval")
-    if value is None or isinstance(value, str) or np.isnan(value):
-        return value if isinstance(value, str) else ""
-    sign = "+" if name.endswith("difference") else ""
-    return f"{value:{sign}.3f}" + ("" if half is None else f" ± {half:.3f}")
-
-
-def section(part, rows: Sequence[Mapping], config: RunConfig) -> page.Section:
+def section(part, rows: Sequence[ReplicatedResults], config: RunConfig) -> page.Section:
     """The section of a part's page, on a config of the first variant; writes `replication.csv` and `replication.md`."""
     found, protocol = part.published, part.protocol
     ours = config.fields | {"seeds": len(protocol.seeds), "learning_rates": len(protocol.rates)}
@@ -168,15 +176,10 @@ def section(part, rows: Sequence[Mapping], config: RunConfig) -> page.Section:
     notes = [
         f"Published: {found.source}.",
         f"Otherwise here: {'; '.join([*otherwise, found.differs])}",
-        f"Outcomes are of our differences' 95 % intervals; published ones up to {found.margin:g} count as none.",
+        f"Outcomes are of our differences' intervals; published ones up to {found.margin:g} count as none.",
         "Not trained far enough: the first variant is not at its published result, or the best one still at chance.",
     ]
-    paths.write_csv(part.folder / TABLE, rows)
-    paths.write_text(part.folder / TEXT, table.markdown(cells(rows), after=notes))
-    shown = page.Table(cells(rows), [[row[key] for key in COLUMNS] for row in rows])
-    return page.Section(f"{part.name}: published and ours", [], shown, notes)
-
-
-def _known(values) -> np.ndarray:
-    values = np.asarray(values, np.float64)
-    return values[~np.isnan(values)]
+    whole = Table.of(columns(len(protocol.seeds), len(part.variants)), rows)
+    paths.write_csv(part.folder / TABLE, whole.rows)
+    paths.write_text(part.folder / TEXT, whole.shown().markdown(after=notes))
+    return page.Section(f"{part.name}: published and ours", table=whole.shown(), notes=notes)

@@ -1,26 +1,27 @@
 """The report of a part of a comparison: the section of its page, with notes, curves and the configs of its runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from attnlab import config as configs
-from attnlab.comparing import page, statistics, table
 from attnlab.comparing import protocol as protocols
-from attnlab.comparing.charts import Chart
+from attnlab.comparing import table
 from attnlab.comparing.protocol import Protocol
 from attnlab.comparing.race import ROUNDS, Race
 from attnlab.comparing.replication import Published
 from attnlab.comparing.variants import Variant
 from attnlab.config import RunConfig
-from attnlab.study.report import mean_and_margin
+from attnlab.results import charts, page, statistics
+from attnlab.results.charts import Figure
+from attnlab.results.table import Column, Table, decimals, minus
 from attnlab.sweeping.grid import Point
 from attnlab.training import metrics
 
 AXES = {"loss": "loss (nats per token)", "accuracy": "accuracy"}
-MEASURES = {"loss": "Losses in nats per token", "accuracy": "Accuracies: shares of right answers"}
+WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 COLUMNS = ("tokens", "seconds", "FLOPs")  # of training, over which losses are drawn
 
 
@@ -49,11 +50,20 @@ class Part(NamedTuple):
 
 
 def section(
-    part: Part, rows: Sequence[Mapping], final: Mapping[str, list[Point]], measured: Mapping, raced: Race | None
+    part: Part,
+    whole: Table,
+    final: Mapping[str, list[Point]],
+    measured: Mapping,
+    raced: Race | None,
+    command: Callable[[int], str],
 ) -> page.Section:
-    """The section of a part, on its rows, the final runs of each variant, their measurements, and their race."""
-    measure = part.protocol.measure
-    first, every = table.first_columns(rows, measure, part.match), table.all_columns(rows)
+    """The section of a part, on its table, the final runs of each variant, their measurements, and their race.
+
+    `command` is the command of a comparison over a number of seeds.
+    """
+    measure, rows = part.protocol.measure, whole.rows
+    version = ["version"] * any(row["version"] for row in rows)
+    answer = ["verdict", "difference_p", f"difference_{measure}", measure, table.COSTS[part.match]]
     speeds = {row["variant"]: row["train_tokens_per_second"] or np.nan for row in rows}
     curves = {
         name: [protocols.curve(part.folder / point.name, speeds[name]) for point in points]
@@ -61,59 +71,48 @@ def section(
     }
     flops = {row["variant"]: row["flops_per_token_train"] for row in rows}
     timed = measure == "loss" and raced is not None
-    charts = [*_learning(curves, flops, timed), *_against_state(rows, measure), *_against_length(measured)]
+    needed = [row["difference_seeds_needed"] for row in rows if row["difference_seeds_needed"]]
     return page.Section(
         part.name or "text",
-        table.sentences(rows, measure),
-        _table(rows, first),
+        sentences(rows, measure),
+        command(max(needed)) if needed and max(needed) < statistics.MOST_SEEDS else "",
+        whole.only("variant", *version, *answer),
+        [*_learning(curves, flops, timed), *_against_state(rows, measure), *_against_length(measured)],
         _notes(part, rows, raced),
-        charts,
-        {"All columns": _table(rows, every), "All runs": _runs(part, final)},
+        {"All columns": whole.shown(), "All runs": _runs(part, final)},
     )
 
 
-def _table(rows: Sequence[Mapping], names: Sequence[str]) -> page.Table:
-    return page.Table(table.cells(rows, names), [[row[name] for name in names] for row in rows])
-
-
 def _notes(part: Part, rows: Sequence[Mapping], raced: Race | None) -> list[str]:
-    protocol = part.protocol
+    """How to read the table, beside what its columns say, and `remarks`."""
+    protocol, seeds, others = part.protocol, len(part.protocol.seeds), len(rows) - 1
     rates, tuning = ", ".join(f"{rate:g}" for rate in protocol.rates), len(protocol.tuning_seeds)
     on = "text" if protocol.measure == "loss" else "sequences"
     chosen = f"s {rates}, chosen with {tuning} other seed{'s' if tuning > 1 else ''} on other {on}"
+    now, more = (statistics.quantile(count, statistics.LEVEL / others) for count in (seeds, 2 * seeds))
     notes = [
-        f"{MEASURES[protocol.measure]}, means of {len(protocol.seeds)} seeds ± 95 % intervals; differences are paired "
-        f"by seed, with simultaneous intervals for {len(rows) - 1} variant{'s' if len(rows) > 2 else ''}; a verdict is "
-        f"an interval without 0; curves are means, with the range of the seeds. "
-        f"Learning rate{chosen if len(protocol.rates) > 1 else f' {rates}, the same for all'}."
+        f"Learning rate{chosen if len(protocol.rates) > 1 else f' {rates}, the same for all'}.",
+        f"The interval of a difference is ± {now:.1f} standard errors, for {seeds} seeds and as many as {others} "
+        f"differences; {2 * seeds} seeds make it ± {more:.1f}. Curves are means, with the range of the seeds.",
     ]
-    if any(row["verdict"] == statistics.OPEN for row in rows):
-        notes.append(
-            "Not told apart: 'detectable' is the smallest difference that these seeds show with probability 80 %; "
-            "'seeds needed' would show the difference found, by the spread of these seeds and the ends of its interval."
-        )
-    if protocol.measure == "accuracy" and rows[0].get("accuracy_2x") is not None:
-        notes.append("Accuracies at 2× and more are of the answers in the second half of sequences of that length.")
     if raced:
         notes.append(
-            f"Tokens/s and seconds are of one race of all variants in turn, medians (lowest to highest) of {ROUNDS} "
-            f"rounds, {raced.hour}, {raced.machine}; a verdict after as many seconds holds in every round."
+            f"Tokens/s and seconds are of one race of all variants in turn, of {ROUNDS} rounds, {raced.hour}, "
+            f"{raced.machine}; a verdict after as many seconds holds in every round."
         )
     if any(row["verdict"] == table.UNTRAINED for row in rows):
         guess = f"a guess among the tokens of a sequence, {rows[0]['blind']:.3f}"
         notes.append(f"Not trained far enough: neither variant is better than {guess}, by more than chance.")
-    if any(row["conforms"] is not None for row in rows):
-        notes.append("Conforms: the largest error of a variant's operators, in units of its bound.")
     return [*notes, *remarks(part, rows)]
 
 
 def remarks(part: Part, rows: Sequence[Mapping]) -> list[str]:
     """Sentences on what went wrong, or may."""
+    edge = f"its best learning rate is at the edge after {part.protocol.extensions} extensions: allow more"
     notes = []
-    if len(part.protocol.rates) > 1 and any(row["learning_rate_at_edge"] for row in rows):
-        notes.append("(edge): the best learning rate is the smallest or largest one: widen the learning rates.")
     for row in rows:
         name = row["variant"]
+        notes += [f"{name}: {edge}, with --extensions."] * row["learning_rate_at_edge"]
         notes += [f"{name}: its operators do not conform."] * (row["conforms"] is False)
         notes += [f"{name}: no width makes its size equal to the first variant's within 5 %."] * (not row["comparable"])
         notes += [f"{name}: {row['diverged']} diverged, with the loss of chance."] * (row["diverged"] > 0)
@@ -121,24 +120,62 @@ def remarks(part: Part, rows: Sequence[Mapping]) -> list[str]:
     return notes
 
 
-def _runs(part: Part, final: Mapping[str, list[Point]]) -> page.Table:
+def sentences(rows: Sequence[Mapping], measure: str) -> list[str]:
+    """The answer, a sentence for each variant but the first."""
+    return [_sentence(row, rows[0], measure) for row in rows[1:]]
+
+
+def _sentence(row: Mapping, start: Mapping, measure: str) -> str:
+    name, difference, verdict, first = row["variant"], row[f"difference_{measure}"], row["verdict"], start["variant"]
+    if verdict == "failed":
+        return f"{name} has no run to compare with {first}."
+    count = WORDS[row["pairs"]] if row["pairs"] < len(WORDS) else f"{row['pairs']}"
+    count += " seed" + "s" * (row["pairs"] != 1)
+    half, p = row[f"difference_{measure}_interval"], row["difference_p"]
+    digits, unit = decimals(half or difference, 4), " nats" if measure == "loss" else ""
+    around = f" ± {half:.{digits}f}" if half is not None else ""
+    if verdict == table.UNTRAINED:
+        answers = f"they answer {row[measure]:.3f} and {start[measure]:.3f} rightly, a blind guess {row['blind']:.3f}"
+        return f"{name} and {first} are not trained far enough to compare: {answers} ({count})."
+    evidence = f"{count}" if p is None else f"p {'' if p < 0.001 else '= '}{table.p_value(p)}, {count}"
+    evidence += "; rate at the edge" * bool(row["rates_at_edge"])
+    if verdict == statistics.OPEN:
+        needed = row["difference_seeds_needed"] and table.seeds_needed(row).replace(" (", " seeds (")
+        evidence += f"; {needed} would decide it" if needed else ""
+        by = minus(f"{difference:+.{digits}f}{around}{unit}")
+        text = f"{name} and {first} are not told apart after as many tokens: {by} ({evidence})"
+    else:
+        by = f"{abs(difference):.{digits}f}{around}{unit}"
+        text = f"{name} is {verdict} than {first} by {by} after as many tokens ({evidence})"
+    later = row["verdict_at_equal_time"] if measure == "loss" else None
+    if later in ("better", "worse", statistics.OPEN):
+        text += f", {'also' if later == verdict else f'but {later}'} after as many seconds"
+    return text + "."
+
+
+def _runs(part: Part, final: Mapping[str, list[Point]]) -> Table:
     """All runs: their results, and the fields of their configs that differ from the defaults."""
-    keys, default = [], RunConfig()
-    for name, points in final.items():
-        for point in points:
-            last = [r for r in metrics.read(part.folder / point.name / "metrics.jsonl") if r["split"] == "final"][-1:]
-            result = last[0].get(part.protocol.measure) if last else None
-            words = configs.words(point.config, default)
-            config = " ".join(word.removeprefix("--config.") for word in words)
-            keys.append([name, point.values["seed"], point.values["learning_rate"], result, point.name, config])
-    head = ["variant", "seed", "learning rate", part.protocol.measure, "folder", "config, where it differs"]
-    texts = [
-        ["" if key is None else f"{key:.5g}" if isinstance(key, float) else f"{key}" for key in row] for row in keys
+    measure, default = part.protocol.measure, RunConfig()
+
+    def result(point: Point) -> float | None:
+        last = [r for r in metrics.read(part.folder / point.name / "metrics.jsonl") if r["split"] == "final"][-1:]
+        return last[0].get(measure) if last else None
+
+    def config(point: Point) -> str:
+        return " ".join(word.removeprefix("--config.") for word in configs.words(point.config, default))
+
+    columns = [
+        Column("variant", "variant", lambda of: of.values["variant"]),
+        Column("seed", "seed", lambda of: of.values["seed"]),
+        Column("learning_rate", "learning rate", lambda of: of.values["learning_rate"], format=".5g"),
+        Column(measure, measure, result, table.MEASURES[measure][0], ".5g"),
+        Column("folder", "folder", lambda of: of.name),
+        Column("config", "config, where it differs", config),
     ]
-    return page.Table([head, *texts], keys)
+    return Table.of(columns, [point for points in final.values() for point in points])
 
 
-def _learning(curves: Mapping, flops: Mapping[str, float | None], timed: bool) -> list[Chart]:
+def _learning(curves: Mapping, flops: Mapping[str, float | None], timed: bool) -> list[Figure]:
     """Mean validation losses with the range of the seeds: over tokens, seconds, and FLOPs where these differ."""
     series, spread = [{} for _ in COLUMNS], [{} for _ in COLUMNS]
     for name, of_variant in curves.items():
@@ -151,13 +188,13 @@ def _learning(curves: Mapping, flops: Mapping[str, float | None], timed: bool) -
                 series[at][name], spread[at][name] = (x, losses.mean(0)), (losses.min(0), losses.max(0))
     wanted = [True, timed, len(set(flops.values())) > 1 and None not in flops.values()]
     return [
-        Chart(f"Loss over {what}", f"{what} of training", AXES["loss"], lines, around)
+        charts.curves(f"Loss over {what}", f"{what} of training", AXES["loss"], lines, around)
         for what, lines, around, is_wanted in zip(COLUMNS, series, spread, wanted)
         if is_wanted and any(len(x) > 1 for x, _ in lines.values())
     ]
 
 
-def _against_state(rows: Sequence[Mapping], measure: str) -> list[Chart]:
+def _against_state(rows: Sequence[Mapping], measure: str) -> list[Figure]:
     """The measure against the bytes that decoding keeps; nothing where they are equal."""
     known = [row for row in rows if row[measure] is not None and row["decode_state_bytes_1x"]]
     if len({row["decode_state_bytes_1x"] for row in known}) < 2:
@@ -166,20 +203,24 @@ def _against_state(rows: Sequence[Mapping], measure: str) -> list[Chart]:
     halves = {row["variant"]: (row[measure], row[f"{measure}_interval"] or 0) for row in known}
     spread = {name: ([value - half], [value + half]) for name, (value, half) in halves.items()}
     title = f"{measure.capitalize()} against the state that decoding keeps"
-    return [Chart(title, "bytes of a full context", AXES[measure], series, spread, log="x")]
+    return [charts.curves(title, "bytes of a full context", AXES[measure], series, spread, log="x")]
 
 
-def _against_length(measured: Mapping[str, Mapping]) -> list[Chart]:
+def _against_length(measured: Mapping[str, Mapping]) -> list[Figure]:
     series, spread = {}, {}
     for name, found in measured.items():
         by_length = found.get("accuracies_by_length", {})
-        means = np.array([mean_and_margin(values) for values in by_length.values()]).reshape(-1, 2).T
+        means = np.array([statistics.mean_and_margin(values) for values in by_length.values()]).reshape(-1, 2).T
         if by_length:
             half = np.nan_to_num(means[1])
             series[name], spread[name] = (list(map(int, by_length)), means[0]), (means[0] - half, means[0] + half)
     title = "Accuracy against length"
     return (
-        [Chart(title, "tokens, of which the second half is answered", AXES["accuracy"], series, spread, log="x")]
+        [
+            charts.curves(
+                title, "tokens, of which the second half is answered", AXES["accuracy"], series, spread, log="x"
+            )
+        ]
         if series
         else []
     )

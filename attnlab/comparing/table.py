@@ -1,209 +1,332 @@
-"""The table of a comparison: a row a variant, as records, sentences, texts of columns, CSV and Markdown."""
+"""The table of a comparison: what each row is read from, and its columns, each declared once."""
 
 import csv
 import math
-import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from attnlab.comparing import protocol as protocols
 from attnlab.comparing import race as races
-from attnlab.comparing import statistics
-from attnlab.comparing.protocol import Protocol
-from attnlab.comparing.race import LONGER, SPEEDS
+from attnlab.comparing.protocol import Protocol, Rate
+from attnlab.comparing.race import SPEEDS
 from attnlab.comparing.variants import Variant
 from attnlab.data.tasks import named
-from attnlab.study.report import mean_and_margin
-from attnlab.support import paths
+from attnlab.results import statistics
+from attnlab.results.statistics import OPEN, Difference, known, mean_and_margin
+from attnlab.results.table import Column, with_interval
 from attnlab.support.errors import UserError
 from attnlab.training import overrides
 
 TABLE, TEXT = "table.csv", "table.md"
-FACTS = ("parameters", "flops_per_token_train", "flops_per_token_decode", "peak_memory_bytes")
-LENGTHS = {"loss": (1, 2, 4), "accuracy": (1, 2, 4, 8)}  # over the training's, at which a measure is recorded
-# The names of columns in a table; one without news is left out.
-NAMES = {
-    "variant": "variant",
-    "accuracy": "accuracy",
-    "difference_accuracy": "difference",
-    "loss": "loss",
-    "difference_loss": "difference",
-    "difference_p": "p",
-    "verdict": "verdict",
-    "version": "version",
-    "difference_detectable": "detectable",
-    "difference_seeds_needed": "seeds needed",
-    "diverged": "diverged",
-    "failed": "failed",
-    "learning_rate": "learning rate",
-    "loss_at_equal_time": "loss at equal time",
-    "loss_2x": "loss to 2×",
-    "loss_4x": "loss to 4×",
-    "accuracy_2x": "accuracy at 2×",
-    "accuracy_4x": "at 4×",
-    "accuracy_8x": "at 8×",
-    "parameters": "parameters",
-    "flops_per_token_train": "FLOPs/token",
-    "train_tokens_per_second": "training tokens/s",
-    "prefill_tokens_per_second_1x": "prefill tokens/s",
-    "decode_tokens_per_second_1x": "decode tokens/s",
-    "decode_tokens_per_second_8x": "at 8×",
-    "decode_state_bytes_1x": "state bytes",
-    "peak_memory_bytes": "peak bytes",
-    "conforms": "conforms",
-    "comparable": "comparable",
-}
-# The cost that a comparison's question is about, by --match: the last of the six columns that come first.
+# The cost that a comparison's question is about, by --match: the last of the columns that come first.
 COSTS = {
     "none": "train_tokens_per_second",
     "parameters": "parameters",
     "flops": "flops_per_token_train",
     "state": "decode_state_bytes_1x",
 }
-INTERVALS = ("loss", "accuracy", "difference_loss", "difference_accuracy", "loss_at_equal_time")
+LENGTHS = {"loss": (1, 2, 4), "accuracy": (1, 2, 4, 8)}  # over the training's, at which a measure is recorded
 UNTRAINED = "not trained far enough"
-WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 
 
-def rows(
+class VariantResults(NamedTuple):
+    """What a row of the table is read from.
+
+    Attributes:
+      results: of the compared measure and of the loss, by seed; NaN where a run failed.
+      resolution: the step between two results of the compared measure.
+      pairs: of the compared measure, differences from the first variant by seed; NaN where one failed.
+      difference: their statistics, by which a lower result is the better one; None for the first variant.
+      verdict: of the difference, or `UNTRAINED`; None for the first variant.
+      edge: whether the learning rate of this variant, or of the first, is at an edge of those that were tried.
+      at_time: losses after as many seconds, by seed, and the verdict on these.
+      blind: the accuracy of the best guess; None of a text.
+      measured: by column.
+      speeds: tokens per second in each round of the race, by column.
+    """
+
+    variant: Variant
+    rate: Rate
+    version: str | None
+    diverged: int
+    results: Mapping[str, np.ndarray]
+    resolution: float
+    pairs: np.ndarray
+    difference: Difference | None
+    verdict: str | None
+    edge: bool
+    at_time: tuple[np.ndarray, str | None]
+    blind: float | None
+    measured: Mapping[str, Any]
+    speeds: Mapping[str, Sequence[float]]
+
+
+def results(
     protocol: Protocol,
     variants: Sequence[Variant],
     folder: Path,
-    rates: Mapping[str, tuple[float, bool]],
+    rates: Mapping[str, Rate],
     measured: Mapping[str, Mapping],
     speeds: Mapping[str, Mapping[str, Sequence[float]]] = types.MappingProxyType({}),
-) -> list[dict[str, Any]]:
-    """The records of a comparison with the first variant, one a variant, in their order.
-
-    `measured` and `speeds`, of one race, are by variant and column.
-    """
-    points = [protocol.final(variant, rates[variant.name][0]) for variant in variants]
+) -> list[VariantResults]:
+    """The results of all variants, in their order; `measured` and `speeds`, of one race, are by variant and column."""
+    measure, points = protocol.measure, [protocol.final(variant, rates[variant.name].chosen) for variant in variants]
     workdirs = [[folder / point.name for point in of_variant] for of_variant in points]
-    results = {
-        measure: np.array([[protocols.result(workdir, measure) for workdir in of_variant] for of_variant in workdirs])
-        for measure in dict.fromkeys((protocol.measure, "loss"))
+    found = {
+        name: np.array([[protocols.result(workdir, name) for workdir in of_variant] for of_variant in workdirs])
+        for name in dict.fromkeys((measure, "loss"))
     }
     raced = [speeds.get(variant.name, {}) for variant in variants]
-    at_time, in_time = races.at_equal_time(workdirs, [each.get(SPEEDS[0], [math.nan]) for each in raced])
-    sign = -1 if protocol.measure == "accuracy" else 1  # the lower result is the better one
+    at_time, in_time = races.at_equal_time(workdirs, [each.get(SPEEDS[0], [np.nan]) for each in raced])
+    sign = -1 if measure == "accuracy" else 1  # the lower result is the better one
     config = points[0][0].config
-    resolution = protocols.resolution(config, protocol.measure)
-    steps = {"loss": 0.0, protocol.measure: resolution}
-    compared = [None, *statistics.differences(sign * results[protocol.measure], resolution)]
-    means = [
-        {key: x for name, of in results.items() for key, x in _mean(name, of[n], steps[name]).items()}
-        for n in range(len(variants))
-    ]
+    resolution = protocols.resolution(config, measure)
+    compared = [None, *statistics.differences(sign * found[measure], resolution)]
     task = named.parse(config.data.name)
     blind = task.blind(config.model.context) if task else None
-    # A guess on as many answers is better by chance, by two of its standard deviations at most.
-    guessed = blind + 2 * (blind * (1 - blind) * resolution) ** 0.5 if task else math.nan
-    are_blind = [means[n].get("accuracy") is not None and means[n]["accuracy"] <= guessed for n in range(len(means))]
+    untrained = [task is not None and _is_blind(row, blind, resolution) for row in found[measure]]
     return [
-        {
-            "variant": variant.name,
-            **means[n],
-            "seeds": int((~np.isnan(results["loss"][n])).sum()),
-            "pairs": int((~np.isnan(results["loss"][n] - results["loss"][0])).sum()),
-            **_difference(compared[n], protocol.measure, sign),
-            **({"verdict": UNTRAINED} if n and are_blind[0] and are_blind[n] else {}),
-            **({"blind": blind} if task else {}),
-            "version": overrides.version(points[n][0].config) or None,
-            "diverged": sum(map(protocols.diverged, workdirs[n])),
-            "failed": int(np.isnan(results["loss"][n]).sum()),
-            "learning_rate": rates[variant.name][0],
-            "learning_rate_at_edge": rates[variant.name][1],
-            "comparable": variant.comparable,
-            **_mean("loss_at_equal_time", at_time[n]),
-            "verdict_at_equal_time": in_time[n],
-            **_measured(measured.get(variant.name, {}), protocol.measure),
-            **_speeds(raced[n]),
-        }
+        VariantResults(
+            variant=variant,
+            rate=rates[variant.name],
+            version=overrides.version(points[n][0].config) or None,
+            diverged=sum(map(protocols.diverged, workdirs[n])),
+            results={name: rows[n] for name, rows in found.items()},
+            resolution=resolution,
+            pairs=found[measure][n] - found[measure][0],
+            difference=compared[n] and compared[n]._replace(mean=sign * compared[n].mean + 0.0),
+            verdict=None if not n else UNTRAINED if untrained[0] and untrained[n] else compared[n].verdict,
+            edge=rates[variant.name].at_edge or rates[variants[0].name].at_edge,
+            at_time=(at_time[n], in_time[n]),
+            blind=blind,
+            measured=measured.get(variant.name, {}),
+            speeds=raced[n],
+        )
         for n, variant in enumerate(variants)
     ]
 
 
-def _speeds(raced: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
-    """The median speeds of a variant, and the range of the training's."""
-    found = {name: float(np.median(raced[name])) if name in raced else None for name in SPEEDS}
-    trained = raced.get(SPEEDS[0])
-    ends = (min(trained), max(trained)) if trained else (None, None)
-    return found | {f"{SPEEDS[0]}_{end}": value for end, value in zip(("low", "high"), ends)}
+def _is_blind(accuracies: np.ndarray, blind: float, resolution: float) -> bool:
+    """Whether accuracies are no better than a guess, which by chance is better by two of its standard deviations."""
+    accuracies = known(accuracies)
+    return len(accuracies) > 0 and bool(accuracies.mean() <= blind + 2 * (blind * (1 - blind) * resolution) ** 0.5)
 
 
-def _mean(name: str, results: np.ndarray, resolution: float = 0.0) -> dict:
-    mean, half = mean_and_margin(results[~np.isnan(results)], resolution=resolution)
-    return {name: _number(mean), f"{name}_interval": _number(half)}
+# Columns -------------------------------------------------------------------------------------------------------------
+
+NATS, SHARES = "nats", "share of answers"
+MEASURES = {
+    "loss": (NATS, "Nats per token, on the second half of the held-out text."),
+    "accuracy": (SHARES, "At the answers of held-out sequences, as long as those trained on."),
+}
 
 
-def _difference(found: statistics.Difference | None, measure: str, sign: int) -> dict:
-    names = (f"difference_{measure}", f"difference_{measure}_interval", "difference_p", "verdict")
-    names += ("difference_detectable", *(f"difference_seeds_needed{end}" for end in ("", "_low", "_high")))
-    if found is None:
-        return dict.fromkeys(names)
-    detectable = _number(found.detectable) if found.verdict == statistics.OPEN else None
-    values = (_number(sign * found.mean + 0.0), *map(_number, found[1:3]), found.verdict, detectable)
-    return dict(zip(names, (*values, *(found.seeds_needed or (None, None, None)))))
+def columns(measure: str, seeds: int, variants: int) -> list[Column]:
+    """The columns of a table of variants that are compared by "loss" or "accuracy" over some seeds."""
+    over, others = f"± 95 % over {seeds} seeds", variants - 1
+    joint = over if others < 2 else f"± 95 % for all {others}, over {seeds} seeds"
+    return [
+        *_answer(measure, over, joint),
+        *_certainty(MEASURES[measure][0]),
+        *_training(over),
+        *_measurements(measure),
+    ]
 
 
-def _measured(found: Mapping, measure: str) -> dict:
-    """Of the measurements of a variant, what a table has: costs, lengths, and whether its operators conform."""
-    lengths = [f"{measure}_{times}x" for times in LENGTHS[measure]]
-    sizes = [f"decode_state_bytes_{times}x" for times in LONGER]
-    certificate = found.get("certificate") or {}
-    conforms = {"conforms": certificate.get("conforms"), "conforms_worst": certificate.get("worst")}
-    return conforms | {name: found.get(name) for name in (*FACTS, *lengths, *sizes)}
+def _answer(measure: str, over: str, joint: str) -> list[Column]:
+    unit, _ = MEASURES[measure]
+    return [
+        Column("variant", "variant", lambda of: of.variant.name),
+        Column("version", "version", lambda of: of.version, help="Six digits of what the code of a layer computes."),
+        Column(
+            "verdict",
+            "verdict",
+            lambda of: of.verdict,
+            format=lambda row: row["verdict"] + ", rate at the edge" * bool(row["rates_at_edge"]),
+            help="Better or worse where the interval of the difference excludes 0. With 'rate at the edge' the best "
+            "learning rate of the variant, or of the first, may lie beyond those that were tried.",
+        ),
+        Column(
+            "difference_p",
+            "p",
+            lambda of: of.difference and _number(of.difference.p),
+            format=lambda row: p_value(row["difference_p"]),
+            help="Of the difference if there were none, by the paired t-test, times the number of differences.",
+        ),
+        *with_interval(
+            f"difference_{measure}",
+            "difference",
+            lambda of: of.difference and of.difference[:2],
+            f"{unit}, {joint}",
+            "+",
+            "From the first variant, paired by seed; with 95 % probability all intervals of a table hold.",
+        ),
+        *_mean(measure, over, measure),
+        *(_mean("loss", over, measure) if measure != "loss" else ()),
+        *([Column("blind", "", lambda of: of.blind)] if measure != "loss" else ()),
+        Column("rates_at_edge", "", lambda of: of.edge),
+    ]
 
 
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else float(value)
+def _mean(name: str, over: str, measure: str) -> list[Column]:
+    unit, help = MEASURES[name]
+
+    def read(of: VariantResults) -> tuple[float, float]:
+        return mean_and_margin(known(of.results[name]), resolution=of.resolution if name == measure else 0.0)
+
+    return with_interval(name, name, read, f"{unit}, {over}", help=help)
 
 
-# In words ------------------------------------------------------------------------------------------------------------
+def _certainty(unit: str) -> list[Column]:
+    def when_open(value: Callable[[Difference], Any]) -> Callable[[VariantResults], Any]:
+        return lambda of: value(of.difference) if of.verdict == OPEN else None
+
+    def needed(at: int) -> Callable[[VariantResults], int | None]:
+        return when_open(lambda found: found.seeds_needed and found.seeds_needed[at])
+
+    return [
+        Column(
+            "difference_detectable",
+            "detectable",
+            when_open(lambda found: _number(found.detectable)),
+            unit,
+            ".4f",
+            "The smallest difference that these seeds show with probability 80 %.",
+        ),
+        Column(
+            "difference_seeds_needed",
+            "seeds needed",
+            needed(0),
+            format=seeds_needed,
+            help="To show the difference found with probability 80 %, by the spread of these seeds, and by the ends of "
+            "its 95 % interval.",
+        ),
+        Column("difference_seeds_needed_low", "", needed(1)),
+        Column("difference_seeds_needed_high", "", needed(2)),
+        Column("seeds", "", lambda of: len(known(of.results["loss"]))),
+        Column("pairs", "", lambda of: len(known(of.pairs))),
+    ]
 
 
-def sentences(found: Sequence[Mapping], measure: str) -> list[str]:
-    """The answer, a sentence for each variant but the first."""
-    return [_sentence(row, found[0], measure) for row in found[1:]]
+def _training(over: str) -> list[Column]:
+    return [
+        Column(
+            "diverged",
+            "diverged",
+            lambda of: of.diverged,
+            help="Runs whose loss was not finite; they count with the loss of chance.",
+            usual=0,
+        ),
+        Column(
+            "failed",
+            "failed",
+            lambda of: len(of.pairs) - len(known(of.results["loss"])),
+            help="Runs without a result, which no mean includes.",
+            usual=0,
+        ),
+        Column(
+            "learning_rate",
+            "learning rate",
+            lambda of: of.rate.chosen,
+            format=lambda row: f"{row['learning_rate']:.3g}" + " (edge)" * row["learning_rate_at_edge"],
+            help="The best on the first half of the held-out text, with seeds that are not used again.",
+        ),
+        Column("learning_rate_at_edge", "", lambda of: of.rate.at_edge),
+        *with_interval(
+            "loss_at_equal_time",
+            "loss at equal time",
+            lambda of: mean_and_margin(known(of.at_time[0])),
+            f"{NATS}, {over}",
+            help="After as many seconds as the fastest variant trains, at the speeds of the race.",
+        ),
+        Column("verdict_at_equal_time", "", lambda of: of.at_time[1]),
+    ]
 
 
-def _sentence(row: Mapping, start: Mapping, measure: str) -> str:
-    name, difference, verdict, first = row["variant"], row[f"difference_{measure}"], row["verdict"], start["variant"]
-    if verdict == "failed":
-        return f"{name} has no run to compare with {first}."
-    count = WORDS[row["pairs"]] if row["pairs"] < len(WORDS) else f"{row['pairs']}"
-    count += " seed" + "s" * (row["pairs"] != 1)
-    half, p = row[f"difference_{measure}_interval"], row["difference_p"]
-    digits = _digits(half or difference, 3)
-    around = f" ± {half:.{digits}f}" if half is not None else ""
-    if verdict == UNTRAINED:
-        answers = f"they answer {row[measure]:.3f} and {start[measure]:.3f} rightly, a blind guess {row['blind']:.3f}"
-        return f"{name} and {first} are not trained far enough to compare: {answers} ({count})."
-    evidence = f"{count}" if p is None else f"p {_p(p) if p < 0.001 else f'= {_p(p)}'}, {count}"
-    if verdict == statistics.OPEN:
-        needed = row["difference_seeds_needed"] and _cell("difference_seeds_needed", row).replace(" (", " seeds (")
-        evidence += f"; {needed} would decide it" if needed else ""
-        by = f"{difference:+.{digits}f}{around}{_unit(measure)}"
-        text = f"{name} and {first} are not told apart after as many tokens: {by} ({evidence})"
-    else:
-        by = f"{abs(difference):.{digits}f}{around}{_unit(measure)}"
-        text = f"{name} is {verdict} than {first} by {by} after as many tokens ({evidence})"
-    later = row["verdict_at_equal_time"] if measure == "loss" else None
-    if later in ("better", "worse", statistics.OPEN):
-        text += f", {'also' if later == verdict else f'but {later}'} after as many seconds"
-    return text + "."
+def _measurements(measure: str) -> list[Column]:
+    measured = [
+        *((f"{measure}_{times}x", *_at_length(measure, times)) for times in LENGTHS[measure]),
+        ("parameters", "parameters", "", "Counted."),
+        ("flops_per_token_train", "FLOPs/token", "", "Of training, counted from the traced program."),
+        ("flops_per_token_decode", "", "", ""),
+        ("peak_memory_bytes", "peak bytes", "", "Of a training step, as the compiler allots them."),
+        ("decode_state_bytes_1x", "state bytes", "", "Of one text of a full context, which decoding keeps."),
+        ("decode_state_bytes_8x", "", "", ""),
+    ]
+
+    def of_file(key: str) -> Callable[[VariantResults], Any]:
+        return lambda of: of.measured.get(key)
+
+    def certificate(key: str) -> Callable[[VariantResults], Any]:
+        return lambda of: (of.measured.get("certificate") or {}).get(key)
+
+    return [
+        *(Column(key, title, of_file(key), format=format, help=help) for key, title, format, help in measured),
+        *_speeds(),
+        Column(
+            "conforms",
+            "conforms",
+            certificate("conforms"),
+            format=lambda row: f"{row['conforms_worst']:.2f}" if row["conforms"] else "no",
+            help="The largest error of the variant's operators, in units of its bound by the specification.",
+        ),
+        Column("conforms_worst", "", certificate("worst")),
+        Column(
+            "comparable",
+            "comparable",
+            lambda of: of.variant.comparable,
+            help="Whether the size is within 5 % of the first variant's, which was to be matched.",
+            usual=True,
+        ),
+    ]
 
 
-def _digits(size: float | None, least: int) -> int:
-    """Decimals that show the first digit of an interval, or of a difference without one."""
-    return least if not size else min(9, max(least, -math.floor(math.log10(abs(size)))))
+def _at_length(measure: str, times: int) -> tuple[str, str, str]:
+    """Title, format and help of a measure beyond the context."""
+    if times == 1:
+        return "", ".4f", ""
+    if measure == "loss":
+        return f"loss to {times}×", ".4f", f"At positions up to {times} times the context, from half of that."
+    return f"accuracy at {times}×", ".4f", f"In the second half of sequences {times} times as long."
 
 
-def _p(p: float) -> str:
+def _speeds() -> list[Column]:
+    def speed(name: str, of_rounds: Callable = np.median) -> Callable[[VariantResults], float | None]:
+        return lambda of: float(of_rounds(of.speeds[name])) if name in of.speeds else None
+
+    trained, *others = SPEEDS
+    titles = dict(zip(others, ("prefill tokens/s", "", "decode tokens/s", "decode tokens/s at 8×"), strict=True))
+    return [
+        Column(
+            trained,
+            "training tokens/s",
+            speed(trained),
+            format=lambda row: "{:,.0f} ({:,.0f} to {:,.0f})".format(
+                *(row[f"{trained}{end}"] for end in ("", "_low", "_high"))
+            ),
+            help="The median of the race's rounds, and the slowest and the fastest one.",
+        ),
+        Column(f"{trained}_low", "", speed(trained, min)),
+        Column(f"{trained}_high", "", speed(trained, max)),
+        *(
+            Column(name, title, speed(name), help="Of one text, medians." if title else "")
+            for name, title in titles.items()
+        ),
+    ]
+
+
+def seeds_needed(row: Mapping[str, Any]) -> str:
+    """The number of seeds that would decide a row's difference, and its uncertainty."""
+    ends = [row[f"difference_seeds_needed{end}"] for end in ("", "_low", "_high")]
+    needed, low, high = (f"{end}" if end < statistics.MOST_SEEDS else f"≥ {end:,}" for end in ends)
+    return f"{needed} ({low} to {high})"
+
+
+def p_value(p: float) -> str:
     """p to two digits, or to as many as it takes to show on which side of `statistics.LEVEL` it lies."""
     if p < 0.001:
         return "< 0.001"
@@ -211,78 +334,11 @@ def _p(p: float) -> str:
     return next(text for text in texts if (float(text) < statistics.LEVEL) == (p < statistics.LEVEL))
 
 
-def _unit(measure: str) -> str:
-    return " nats" if measure == "loss" else ""
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)
 
 
-# As texts ------------------------------------------------------------------------------------------------------------
-
-
-def first_columns(found: Sequence[Mapping], measure: str, match: str = "none") -> list[str]:
-    """The six columns that answer the question: variant, result, difference, p, verdict, and the cost it is about."""
-    names = ["variant", measure, f"difference_{measure}", "difference_p", "verdict", COSTS[match]]
-    return [*names[:1], *["version"] * any(row["version"] for row in found), *names[1:]]
-
-
-def all_columns(found: Sequence[Mapping]) -> list[str]:
-    """The columns of `NAMES` that a table has and that have news."""
-    return [name for name in NAMES if name in found[0] and _has_news(name, [row[name] for row in found])]
-
-
-def cells(found: Sequence[Mapping], names: Sequence[str]) -> list[list[str]]:
-    """Columns as texts, their names first; losses and accuracies with their intervals."""
-    return [[NAMES[name] for name in names], *([_cell(name, row) for name in names] for row in found)]
-
-
-def _has_news(name: str, values: Sequence) -> bool:
-    if name in ("diverged", "failed"):
-        return any(values)
-    return not all(values) if name == "comparable" else any(value is not None for value in values)
-
-
-def _cell(name: str, row: Mapping) -> str:
-    value = row[name]
-    if value is None:
-        return ""
-    if name in INTERVALS:
-        half = row[f"{name}_interval"]
-        sign, digits = "+" if name.startswith("difference") else "", _digits(half, 4)
-        return f"{value:{sign}.{digits}f}" + (f" ± {half:.{digits}f}" if half is not None else "")
-    if name == SPEEDS[0]:
-        return f"{value:,.0f} ({row[f'{name}_low']:,.0f} to {row[f'{name}_high']:,.0f})"
-    if name == "learning_rate":
-        return f"{value:.3g}" + (" (edge)" if row["learning_rate_at_edge"] else "")
-    if name == "difference_p":
-        return _p(value)
-    if name == "difference_detectable" or name.startswith(("loss_", "accuracy_")):
-        return f"{value:.4f}"
-    if name == "difference_seeds_needed":
-        ends = [row[name], row[f"{name}_low"], row[f"{name}_high"]]
-        needed, low, high = (f"{end}" if end < statistics.MOST_SEEDS else f"≥ {end:,}" for end in ends)
-        return f"{needed} ({low} to {high})"
-    if name == "comparable":
-        return "yes" if value else "no"
-    if name == "conforms":
-        return f"{row['conforms_worst']:.2f}" if value else "no"
-    return value if isinstance(value, str) else f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"
-
-
-def write(found: Sequence[Mapping], folder: Path, sentences: Sequence[str], notes: Sequence[str]) -> None:
-    """Write `table.csv`, and `table.md` with the answer above the table and notes below it."""
-    paths.write_csv(folder / TABLE, found)
-    paths.write_text(folder / TEXT, markdown(cells(found, all_columns(found)), sentences, notes))
-
-
-def markdown(cells: Sequence[Sequence[str]], before: Sequence[str] = (), after: Sequence[str] = ()) -> str:
-    """A table of texts, names of its columns first, between paragraphs."""
-    heads, *lines = [[_plain(cell) for cell in line] for line in cells]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *lines])
-    return "\n\n".join([*map(_plain, before), table, *map(_plain, after)]) + "\n"
-
-
-def _plain(text: str) -> str:
-    """One line of Markdown that shows the text as it is."""
-    return re.sub(r"[\\|`*<\[$~&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
+# Files ---------------------------------------------------------------------------------------------------------------
 
 
 def read(folder: str | Path) -> list[dict[str, Any]]:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, ScalarFormatter
 from scipy.optimize import isotonic_regression
 
 from attnlab.plots import _style
@@ -159,12 +160,20 @@ def _losses(columns: Mapping, name: str, split: str) -> dict[int, float]:
 
 def _scale(axes: Axes, series: Mapping[str, tuple], log: str) -> None:
     """Make axes logarithmic, with ticks that can be read."""
+    for axis in (axes.xaxis, axes.yaxis):
+        if isinstance(axis.get_major_formatter(), ScalarFormatter):  # not words, nor powers of ten
+            axis.set_major_formatter(FuncFormatter(lambda value, _, axis=axis: _tick(value, axis)))
+            axis.get_major_locator().set_params(nbins=6)  # room for long numbers
     if "x" in log:
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
         points = sorted({at for xs, _ in series.values() for at in xs if at > 0})
         if 0 < len(points) <= 9 and points[-1] < 1000 * points[0]:
-            axes.set_xticks(points, [f"{at:,}" for at in points])
+            ticks = points[:1]
+            for at in points[1:]:
+                # A label takes about a tenth of the axis.
+                ticks += [at] * (math.log(at / ticks[-1]) >= 0.1 * math.log(points[-1] / points[0]))
+            axes.set_xticks(ticks, [f"{at:,}" for at in ticks])
             axes.xaxis.set_minor_locator(NullLocator())
     if "y" in log:
         axes.set_yscale("log")
@@ -173,6 +182,15 @@ def _scale(axes: Axes, series: Mapping[str, tuple], log: str) -> None:
             plain = FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "1235" else "")
             axes.yaxis.set_major_formatter(plain)
             axes.yaxis.set_minor_formatter(plain)
+
+
+def _tick(value: float, axis: Axis) -> str:
+    """A number with separators, in millions or more where the axis is long."""
+    most = max(map(abs, axis.get_view_interval()))
+    unit, name = next(
+        ((10**power, name) for power, name in ((9, " G"), (6, " M")) if most >= 10 ** (power + 1)), (1, "")
+    )
+    return f"{value / unit:,.10g}{name}".replace("-", "−")
 
 
 def _label_ends(axes: Axes, ends: Mapping[str, tuple]) -> None:

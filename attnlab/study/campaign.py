@@ -7,17 +7,19 @@ A study that fails does not end the others. The report is written anew after eac
 are kept, so that the same command goes on where it was killed.
 """
 
-import base64
+import collections
 import sys
 from collections.abc import Mapping
-from html import escape
 from pathlib import Path
 
 from absl import flags
 
+from attnlab.results import page
+from attnlab.results.charts import Figure
+from attnlab.results.table import Column, Table
 from attnlab.study import registry, running
 from attnlab.study.running import Result
-from attnlab.support import documents, paths, workers
+from attnlab.support import paths, workers
 from attnlab.support.errors import UserError
 
 REPORT, LOGS = "report.html", "logs"
@@ -67,36 +69,45 @@ def run(values) -> int:
     return 1 if failed else 0
 
 
-def _line(name: str, result: Result | str | None) -> str:
-    """How a study ended, in one line: its result, or its error; None before it has run."""
+def _outcome(result: Result | str | None) -> str:
+    """How a study ended: by its result, or its error; None before it has run."""
     if not result or isinstance(result, str):
-        return f"{name:<14} failed: {result}" if result else f"{name:<14} not run yet"
-    held = "holds" if result.held else "does not hold"
-    return f"{name:<14} {held:<14} {result.seconds:5.0f} s   {result.claim}"
+        return "failed" if result else "not run yet"
+    return "holds" if result.held else "does not hold"
+
+
+def _line(name: str, result: Result | str | None) -> str:
+    if not isinstance(result, Result):
+        return f"{name:<14} {_outcome(result)}{f': {result}' if result else ''}"
+    return f"{name:<14} {_outcome(result):<14} {result.seconds:5.0f} s   {result.claim}"
+
+
+COLUMNS = [
+    Column("study", "study", lambda of: of[0]),
+    Column("outcome", "outcome", lambda of: _outcome(of[1]), help="Whether every part of the claim was found."),
+    Column("seconds", "time", lambda of: getattr(of[1], "seconds", None), "s", ".0f"),
+    Column("claim", "claim", lambda of: of[1] if isinstance(of[1], str) else getattr(of[1], "claim", None)),
+]
 
 
 def _write(ended: Mapping[str, Result | str | None], folder: Path) -> None:
     """Write the report: how each study ended, and each with its figure."""
-    ran = [result for result in ended.values() if result and not isinstance(result, str)]
-    failed = sum(isinstance(result, str) for result in ended.values())
-    others = {"failed to run": failed, "not run yet": len(ended) - len(ran) - failed}
-    summary = f"{sum(result.held for result in ran)} of {len(ran)} claims hold"
+    ran, table = [result for result in ended.values() if isinstance(result, Result)], Table.of(COLUMNS, ended.items())
+    outcomes = collections.Counter(row["outcome"] for row in table.rows)
+    summary = f"{outcomes['holds']} of {len(ran)} claims hold"
+    others = {"failed to run": outcomes["failed"], "not run yet": outcomes["not run yet"]}
     summary += "".join(f"; {count} {state}" for state, count in others.items() if count)
-    lines = (escape(_line(name, result)) for name, result in ended.items())
-    parts = {"summary": summary, "lines": "\n".join(lines)}
-    parts["sections"] = "".join(_section(result, folder / result.name) for result in ran)
-    paths.write_text(folder / REPORT, documents.document(Path(__file__).parent, parts))
+    sections = [page.Section("Claims", [summary], table=table.shown()), *(_section(each, folder) for each in ran)]
+    page.write(folder / REPORT, f"Studies of attention: {summary}", {}, sections)
 
 
-def _section(result: Result, folder: Path) -> str:
-    name, setup, caption = map(escape, (result.name, result.setup, result.caption))
-    parts = "".join(f"<li>{'held' if held else '<b>failed</b>'}: {escape(text)}</li>" for held, text in result.parts)
-    figure = base64.b64encode((folder / f"{result.name}.png").read_bytes()).decode()
-    options = "--fast, " * result.fast + f"--path={result.path}, " * bool(result.path)
+def _section(result: Result, folder: Path) -> page.Section:
+    name, options = result.name, "--fast, " * result.fast + f"--path={result.path}, " * bool(result.path)
     versions = ", ".join(f"{package} {version}" for package, version in result.versions.items())
     ran = f"{options}{result.seeds} seeds, {result.rows} rows, {result.date}, {result.machine}, {versions}"
-    return f"""<section id="{name}"><h2>{name}: {escape(result.claim)}</h2>
-<figure><img alt="" src="data:image/png;base64,{figure}"><figcaption>{caption}</figcaption></figure>
-<ul>{parts}</ul>
-<details><summary>How it was measured</summary><pre>{setup}</pre><p>{escape(ran)}</p></details></section>
-"""
+    return page.Section(
+        name,
+        [result.claim, *(f"{'Held' if held else 'Failed'}: {text}" for held, text in result.parts)],
+        figures=[Figure(result.caption, result.caption, png=(folder / name / f"{name}.png").read_bytes())],
+        folded={"How it was measured": f"{result.setup}\n\n{ran}"},
+    )

@@ -118,12 +118,16 @@ def _starting(runs_by_workdir: Mapping[Path, RunConfig], tell: Tell) -> list[tup
     return list(found.items())
 
 
+def by_default() -> bool:
+    """Whether "auto" trains runs together: on one device, but not on CPUs, where that takes as long, or longer."""
+    return jax.default_backend() != "cpu" and jax.device_count() == 1
+
+
 def _shared(plans: Sequence[RunPlan], together: str, own_process: bool) -> tuple[runs.Shared, int]:
     """The text and the program of runs that start from the same step, and how many of them it trains together."""
     shared = runs.load(plans[0], runs.start_of(plans[0])[1])
-    # On CPUs runs take as long together as one after another, or longer.
-    auto = len(plans) if jax.default_backend() != "cpu" and jax.device_count() == 1 else 1
-    count = auto if together == AUTO else min(int(together), len(plans))
+    most = (len(plans) if by_default() else 1) if together == AUTO else int(together)
+    count = min(most, len(plans))
     if count > 1 and shared.program.parallel.splits_state:
         raise ArgumentError("together", together, "the mesh splits the state of each run: expected 1")
     if own_process:

@@ -40,6 +40,11 @@ def checked(jobs: int, together_: int | str) -> dict[str, Any]:
     return {"jobs": jobs, "together": value}
 
 
+def go_together(together_: int | str) -> bool:
+    """Whether runs of one program are trained as one."""
+    return together.by_default() if str(together_) == together.AUTO else int(together_) > 1
+
+
 @contextlib.contextmanager
 def claimed(folder: Path, marker: str, content: dict) -> Iterator[int]:
     """Context in which this process and its runs alone use a folder, whose marker has `content`; yields the lock."""
@@ -68,6 +73,10 @@ class Runner:
         self.jobs, self._together, self.lock = jobs, together, lock
         self._total, self._done, self._timed, self._start = total, 0, 0, time.monotonic()
         self._print = functools.partial(print, file=sys.stdout, flush=True)  # also while the output of runs is in logs
+
+    def expect(self, more: int) -> None:
+        """More runs than were known."""
+        self._total += more
 
     def train(self, points: Sequence[Point], finished: set[str], folder: Path) -> dict[str, str]:
         """Train what is not finished, and print each end; the errors of the runs that failed, by name."""

@@ -5,6 +5,8 @@ import pytest
 
 from attnlab.comparing import replication
 from attnlab.comparing.replication import Published, outcome
+from attnlab.results import statistics
+from attnlab.results.table import Table
 from attnlab.support.errors import UserError
 
 VARIANTS = ["softmax", "delta"]
@@ -30,26 +32,24 @@ VARIANTS = ["softmax", "delta"]
 )
 def test_outcome_is_of_the_interval_and_the_published_difference(published, ours, expected):
     low, high = ours
-    # Two values at a distance of d have an interval of half width 12.706·d / 2 (Student's t of one degree of freedom).
-    distance = (high - low) / 12.7062
-    values = (low + high) / 2 + np.array([-1, 1]) * distance / 2
-    assert outcome(published, values, margin=0.01) == expected
+    assert outcome(published, (low + high) / 2, (high - low) / 2, margin=0.01) == expected
 
 
 def test_outcome_of_one_seed_is_underpowered():
-    assert outcome(-0.3, [-0.3], margin=0.01) == "underpowered"
+    assert outcome(-0.3, -0.3, np.nan, margin=0.01) == "underpowered"
 
 
 def test_rows_are_paired_by_seed_and_leave_failed_runs_out():
     found = Published("a paper", {"softmax": 0.9, "delta": 0.8}, margin=0.01, differs="")
-    softmax, delta = replication.rows(
-        found, {"softmax": [0.9, 0.7, 0.8], "delta": [0.8, np.nan, 0.7], "more": [0, 0, 0]}, chance=0.1
-    )
+    results = {"softmax": [0.9, 0.7, 0.8], "delta": [0.8, np.nan, 0.7], "more": [0, 0, 0]}
+    table = Table.of(replication.columns(3, 3), replication.subjects(found, results, chance=0.1))
+    softmax, delta = table.rows
     assert softmax["ours"] == pytest.approx(0.8) and softmax["outcome"] is None
     assert delta["ours"] == pytest.approx(0.75) and delta["difference"] == pytest.approx(-0.1)
     assert delta["published_difference"] == pytest.approx(-0.1) and delta["outcome"] == "reproduced"
-    heads, *lines = replication.cells([softmax, delta])
-    assert heads == list(replication.COLUMNS.values()) and lines[0][3:] == ["", "", ""] and lines[1][3] == "-0.100"
+    (joint,) = statistics.differences(np.array(list(results.values()))[:2], of=2)
+    assert delta["difference_interval"] == pytest.approx(joint.interval)  # as in the comparison's table
+    assert table.shown().only("published_difference").cells() == [[""], ["−0.100"]]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_rows_are_paired_by_seed_and_leave_failed_runs_out():
 def test_outcome_needs_runs_that_learnt(ours, outcomes):
     found = Published("", {"attention": 0.511, "delta": 0.5085, "delta to 2": 1.0}, margin=0.016, differs="")
     results = {name: [mean - 2e-4, mean + 1e-4] for name, mean in zip(found.results, ours)}
-    assert [row["outcome"] for row in replication.rows(found, results, chance=0.5)] == [None, *outcomes]
+    assert [row.outcome for row in replication.subjects(found, results, chance=0.5)] == [None, *outcomes]
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ import pytest
 
 from attnlab import comparing
 from attnlab import config as configs
-from attnlab.comparing import protocol, race, table
-from attnlab.comparing.protocol import Protocol
+from attnlab.comparing import protocol, race, report, table
+from attnlab.comparing.protocol import Protocol, Rate
 from attnlab.comparing.variants import of_values
 from attnlab.nn import custom
+from attnlab.results.table import Table
+from attnlab.support import paths
 from attnlab.support.errors import UserError
-from attnlab.support.tables import as_text
 
 
 def run(folder, *records):
@@ -53,18 +54,10 @@ def test_run_that_diverged_has_the_loss_of_chance_and_an_unfinished_one_none(tmp
 
 
 @pytest.mark.parametrize(
-    ("difference", "half", "p", "texts"),
-    [
-        (0.0317, 0.0051, 0.0123, ["+0.0317 ± 0.0051", "0.012"]),
-        (2.1e-6, 1.2e-6, 0.0499, ["+0.000002 ± 0.000001", "0.0499"]),
-        (-2.1e-6, 2.2e-6, 0.0501, ["-0.000002 ± 0.000002", "0.05"]),
-        (0.5, None, 0.04999, ["+0.5000", "0.04999"]),
-        (0.5, 0.1, 2e-5, ["+0.5000 ± 0.1000", "< 0.001"]),
-    ],
+    ("p", "text"), [(0.0123, "0.012"), (0.0499, "0.0499"), (0.0501, "0.05"), (0.04999, "0.04999"), (2e-5, "< 0.001")]
 )
-def test_cells_have_the_digits_that_their_verdict_rests_on(difference, half, p, texts):
-    row = {"difference_loss": difference, "difference_loss_interval": half, "difference_p": p}
-    assert table.cells([row], list(row)[::2])[1] == texts
+def test_p_value_has_the_digits_that_its_verdict_rests_on(p, text):
+    assert table.p_value(p) == text
 
 
 PROTOCOL = Protocol(configs.RunConfig(), (1e-3, 1e-2, 1e-1), (0,), (1, 2, 3))
@@ -105,32 +98,45 @@ def test_muon_keeps_the_ratio_of_its_learning_rates():
 
 
 @pytest.mark.parametrize(
-    ("losses", "rate", "at_edge"),
-    [([3.0, 2.0, 4.0], 1e-2, False), ([1.0, 2.0, None], 1e-3, True), ([None] * 3, 1e-3, True)],
+    ("losses", "rate", "extended"),
+    [
+        ([3.0, 2.0, 4.0], 1e-2, None),
+        ([1.0, 2.0, None], 1e-3, (1e-4, 1e-3, 1e-2, 1e-1)),
+        ([3.0, 2.0, 1.0], 1e-1, (1e-3, 1e-2, 1e-1, 1.0)),
+        ([None] * 3, 1e-3, (1e-4, 1e-3, 1e-2, 1e-1)),
+    ],
 )
-def test_learning_rate_is_that_of_the_lowest_loss(tmp_path, losses, rate, at_edge):
+def test_learning_rate_is_that_of_the_lowest_loss_and_is_extended_beyond_an_edge(tmp_path, losses, rate, extended):
     for point, loss in zip(PROTOCOL.tuning(VARIANTS[0]), losses):
         run(tmp_path / point.name, DIVERGED if loss is None else final(loss))
-    assert protocol.chosen_rate(PROTOCOL, VARIANTS[0], tmp_path) == (rate, at_edge)
+    found = protocol.chosen_rate(PROTOCOL, VARIANTS[0], PROTOCOL.rates, tmp_path)
+    assert (found.chosen, found.at_edge) == (rate, extended is not None)
+    assert extended is None or found.extended() == extended
+    assert not Rate(1e-2, (1e-2,)).at_edge  # the user's only one
+
+
+def rows_of(protocol, folder, measured, speeds):
+    rates = {variant.name: Rate(1e-2, protocol.rates) for variant in VARIANTS}
+    found = table.results(protocol, VARIANTS, folder, rates, measured, speeds)
+    return Table.of(table.columns(protocol.measure, len(protocol.seeds), len(VARIANTS)), found)
 
 
 @pytest.fixture
-def rows(tmp_path):
+def whole(tmp_path):
     """A table of two variants; the second has a run that diverged."""
     losses = {"one": [1.0, 1.2, 1.1], "two": [1.5, None, 1.6]}
     for variant in VARIANTS:
         for point, loss in zip(PROTOCOL.final(variant, 1e-2), losses[variant.name]):
             steps = [trained(1, 1.0), validated(1, 2.0), trained(9, 1e6)]  # speeds of another hour
             run(tmp_path / point.name, *steps, *([DIVERGED] if loss is None else [validated(9, loss), final(loss)]))
-    rates = {variant.name: (1e-2, False) for variant in VARIANTS}
     measured = {"one": {"parameters": 7, "loss_1x": 1.0, "loss_2x": 3.0}}
     raced = {"one": [22.0, 20.0, 20.0], "two": [88.0, 80.0, 60.0]}  # tokens per second, of 90 tokens
     speeds = {name: {"train_tokens_per_second": found} for name, found in raced.items()}
-    return table.rows(PROTOCOL, VARIANTS, tmp_path, rates, measured, speeds)
+    return rows_of(PROTOCOL, tmp_path, measured, speeds)
 
 
-def test_table_counts_runs_that_diverged_and_pairs_seeds(rows):
-    one, two = rows
+def test_table_counts_runs_that_diverged_and_pairs_seeds(whole):
+    one, two = rows = whole.rows
     assert (one["loss"], one["diverged"], one["seeds"]) == (pytest.approx(1.1), 0, 3)
     assert (two["loss"], two["diverged"], two["seeds"]) == (pytest.approx((1.5 + math.log(65) + 1.6) / 3), 1, 3)
     assert two["difference_loss"] == pytest.approx(two["loss"] - one["loss"]) and two["verdict"] == "not told apart"
@@ -141,7 +147,7 @@ def test_table_counts_runs_that_diverged_and_pairs_seeds(rows):
     assert two["loss_at_equal_time"] == pytest.approx(two["loss"])  # it is the fastest; chance counts where it diverged
     names = [f"train_tokens_per_second{end}" for end in ("", "_low", "_high")]
     assert [[row[name] for name in names] for row in rows] == [[20.0, 20.0, 22.0], [80.0, 60.0, 88.0]]
-    assert table.cells(rows, names[:1])[2] == ["80 (60 to 88)"]
+    assert whole.only(*names[:1]).cells()[1] == ["80 (60 to 88)"]
 
 
 @pytest.mark.parametrize(
@@ -172,48 +178,40 @@ def test_accuracies_no_better_than_a_blind_guess_have_no_verdict(tmp_path, accur
     for variant, found in zip(VARIANTS, accuracies):
         for point, accuracy in zip(tasks.final(variant, 1e-2), found):
             run(tmp_path / point.name, final(3.0) | {"accuracy": accuracy})
-    rows = table.rows(tasks, VARIANTS, tmp_path, {variant.name: (1e-2, False) for variant in VARIANTS}, {})
+    rows = rows_of(tasks, tmp_path, {}, {}).rows
     assert (rows[1]["verdict"], rows[1]["blind"]) == (verdict, 1 / 8)
-    (sentence,) = table.sentences(rows, "accuracy")
+    (sentence,) = report.sentences(rows, "accuracy")
     untrained = "two and one are not trained far enough to compare: they answer 0.050 and 0.110 rightly, a blind guess "
     assert sentence.startswith(untrained + "0.125" if "enough" in verdict else f"two is {verdict} than one by 0.")
 
 
-def test_table_comes_back_as_it_was(rows, tmp_path):
-    table.write(rows, tmp_path, table.sentences(rows, "loss"), ["a note"])
-    assert comparing.read(tmp_path) == rows
-    assert next(iter(rows[0])) == "variant"
-    text = (tmp_path / "table.md").read_text().splitlines()
-    assert text[0].startswith("two and one are not told") and text[2].startswith("| variant | loss |")
-    assert text[-1] == "a note" and len(text) == 8
+def test_table_comes_back_as_it_was(whole, tmp_path):
+    paths.write_csv(tmp_path / table.TABLE, whole.rows)
+    assert comparing.read(tmp_path) == whole.rows
+    assert next(iter(whole.rows[0])) == "variant"
+    assert whole.shown().heads[:3] == ["variant", "verdict", "p"] and all(c.help for c in whole.shown().columns[1:])
 
 
 def test_sentence_says_by_how_much_on_what_evidence_and_whether_time_agrees():
     row = {"variant": "b", "seeds": 5, "pairs": 5, "diverged": 0}
     row |= {"difference_loss": -0.1724, "difference_loss_interval": 0.0049}
-    row |= {"difference_p": 2e-5, "verdict": "better", "verdict_at_equal_time": "worse"}
-    assert table.sentences([{"variant": "a"}, row], "loss") == [
-        "b is better than a by 0.172 ± 0.005 nats after as many tokens (p < 0.001, five seeds), but worse after as "
+    row |= {"difference_p": 2e-5, "verdict": "better", "verdict_at_equal_time": "worse", "rates_at_edge": False}
+    assert report.sentences([{"variant": "a"}, row], "loss") == [
+        "b is better than a by 0.1724 ± 0.0049 nats after as many tokens (p < 0.001, five seeds), but worse after as "
         "many seconds."
     ]
     untimed = row | {"verdict_at_equal_time": None}
-    assert table.sentences([{"variant": "a"}, untimed], "loss")[0].endswith("five seeds).")
+    assert report.sentences([{"variant": "a"}, untimed], "loss")[0].endswith("five seeds).")
     row |= {"verdict": "not told apart", "difference_p": 0.31, "difference_seeds_needed": 24}
     row |= {"difference_seeds_needed_low": 9, "difference_seeds_needed_high": 1000}
-    (text,) = table.sentences([{"variant": "a"}, row], "loss")
+    (text,) = report.sentences([{"variant": "a"}, row], "loss")
     assert "are not told apart" in text and "p = 0.31, five seeds; 24 seeds (9 to ≥ 1,000) would decide" in text
 
 
-def test_terminal_table_folds_words_and_no_intervals():
-    cells = [["variant", "loss", "verdict"], ["a long name of a variant", "1.4901 ± 0.0110", "not told apart"]]
-    assert len(as_text(cells, width=200).splitlines()) == 2
-    narrow = as_text(cells, width=40)
-    assert max(map(len, narrow.splitlines())) <= 40 and "1.4901 ± 0.0110" in narrow
-
-
-def test_names_are_no_markdown():
-    text = table.markdown([["variant"], [r"a|b\|c $x$ *d* _e_ f_g [h] `i"], ["two\nlines"]], [])
-    assert text.splitlines()[2:4] == [r"| a\|b\\\|c \$x\$ \*d\* \_e\_ f_g \[h] \`i |", "| two lines |"]
+def test_verdict_says_where_a_learning_rate_is_at_the_edge():
+    row = {"verdict": "better", "rates_at_edge": True}
+    (column,) = [each for each in table.columns("loss", 3, 2) if each.key == "verdict"]
+    assert column.cell(row) == "better, rate at the edge" and column.cell(row | {"rates_at_edge": False}) == "better"
 
 
 def test_folder_without_a_table_is_named(tmp_path):

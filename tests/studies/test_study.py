@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from attnlab._studies import scaling
+from attnlab.results.statistics import Interval
 from attnlab.study import __main__ as study
 from attnlab.study import registry
-from attnlab.study.report import Interval, Verdict
+from attnlab.study.report import Verdict
 from attnlab.support import progress
 
 

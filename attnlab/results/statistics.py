@@ -1,4 +1,4 @@
-"""Is a variant better than another, by losses of the same seeds? Intervals, paired tests, and what they can see.
+"""Means over seeds, their intervals, and differences: is one variant better than another, and could that be seen?
 
 Differences between two variants are taken seed by seed, which share their initial key and the order of the data, and
 compared with Student's t, in both directions. The intervals of a table's differences are simultaneous (Bonferroni):
@@ -14,12 +14,73 @@ from typing import NamedTuple
 import numpy as np
 from scipy import optimize, stats
 
-from attnlab.study.report import mean_and_margin
+from attnlab.types import Array
 
 LEVEL = 0.05  # the probability of a false verdict in a table, at most
 POWER = 0.8  # with which a difference counts as one that could be seen
 MOST_SEEDS = 1000
 OPEN = "not told apart"
+
+
+class Interval(NamedTuple):
+    """A mean over seeds, with its 95 % confidence interval (Student's t).
+
+    Of many such intervals, from other seeds, 95 % contain the mean over all seeds.
+
+    Attributes:
+      mean: the mean.
+      low, high: ends of the interval; the mean where there is one seed.
+      count: number of seeds.
+
+    >>> f"{Interval.of([1.0, 2.0, 3.0]):.1f}"
+    '2.0 [-0.5, 4.5]'
+    """
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float] | Array) -> "Interval":
+        """Compute the interval of some values, one per seed.
+
+        Raises:
+          ValueError: no values, or an array of more than one axis.
+        """
+        values = np.asarray(values, np.float64)
+        if values.ndim != 1 or not len(values):
+            raise ValueError(f"values have shape {list(values.shape)}: expected a number for each seed, at least one")
+        mean, margin = mean_and_margin(values)
+        margin = margin if len(values) > 1 else 0.0
+        return cls(mean, mean - margin, mean + margin, len(values))
+
+    def __format__(self, spec: str) -> str:
+        spec = spec or ".3f"
+        ends = f" [{self.low:{spec}}, {self.high:{spec}}]" if self.count > 1 else " (one seed)"
+        return f"{self.mean:{spec}}{ends}"
+
+    def __str__(self) -> str:
+        return format(self, "")
+
+
+def mean_and_margin(
+    values: Sequence[float] | np.ndarray, level: float = LEVEL, resolution: float = 0.0
+) -> tuple[float, float]:
+    """Mean, and half the width of its interval, which misses it with probability `level`, by Student's t.
+
+    NaN for fewer than two values. Their deviation counts as at least the rounding's to multiples of `resolution`.
+    """
+    values, count = np.asarray(values, np.float64), len(values)
+    if count < 2:
+        return float(values.mean()) if count else math.nan, math.nan
+    deviation = max(values.std(ddof=1), resolution / 12**0.5)
+    return float(values.mean()), float(quantile(count, level) * deviation / count**0.5)
+
+
+def quantile(seeds: int, level: float = LEVEL) -> float:
+    """Half the width of an interval in standard errors of its mean, by Student's t."""
+    return float(stats.t.ppf(1 - level / 2, seeds - 1))
 
 
 class Difference(NamedTuple):
@@ -61,8 +122,14 @@ def differences(
     ('worse', 1.0)
     """
     losses = np.asarray(losses, np.float64)
-    paired = [row[~np.isnan(row)] for row in losses[1:] - losses[0]]
+    paired = list(map(known, losses[1:] - losses[0]))
     return [_difference(row, of or len(paired), resolution) for row in paired]
+
+
+def known(values) -> np.ndarray:
+    """The values that are not NaN, as of runs that failed."""
+    values = np.asarray(values, np.float64)
+    return values[~np.isnan(values)]
 
 
 def _difference(paired: np.ndarray, variants: int, resolution: float) -> Difference:
@@ -70,7 +137,7 @@ def _difference(paired: np.ndarray, variants: int, resolution: float) -> Differe
     mean, half = mean_and_margin(paired, level, 2**0.5 * resolution)
     if count < 2:
         return Difference(mean, half, math.nan, OPEN if count else "failed", math.nan, None)
-    error = half / stats.t.ppf(1 - level / 2, count - 1)
+    error = half / quantile(count, level)
     p = min(1.0, 2 * variants * stats.t.sf(abs(mean) / error, count - 1)) if error else float(mean == 0)
     seen, spread = abs(mean) > half, error * count**0.5
     low, high = spread * ((count - 1) / stats.chi2.ppf([0.975, 0.025], count - 1)) ** 0.5
@@ -81,7 +148,7 @@ def _difference(paired: np.ndarray, variants: int, resolution: float) -> Differe
 
 def power(effect: float, seeds: int, level: float = LEVEL) -> float:
     """The probability of a verdict, by the paired t-test, where the true mean is `effect` standard deviations."""
-    critical, shift = stats.t.ppf(1 - level / 2, seeds - 1), effect * seeds**0.5
+    critical, shift = quantile(seeds, level), effect * seeds**0.5
     if seeds > 100:  # where the noncentral t is nearly normal, and scipy's may be NaN
         return float(stats.norm.sf(critical - shift) + stats.norm.cdf(-critical - shift))
     return float(stats.nct.sf(critical, seeds - 1, shift) + stats.nct.sf(critical, seeds - 1, -shift))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from attnlab.comparing import statistics
+from attnlab.results import statistics
 
 
 def verdicts(losses):

@@ -1,5 +1,6 @@
-"""The page of a comparison: what it holds, that it loads nothing, and how Chromium shows and sorts it."""
+"""The page of results: what it holds, that it loads nothing, and how Chromium shows and sorts it."""
 
+import base64
 import html
 import math
 import re
@@ -8,35 +9,42 @@ import shutil
 import numpy as np
 import pytest
 
-from attnlab.comparing import charts, page
-from attnlab.comparing.charts import Chart
-from attnlab.comparing.page import Section, Table
+from attnlab.results import charts, page
+from attnlab.results.page import Section
+from attnlab.results.table import Column, Table, with_interval
 
 CHROMIUM = shutil.which("chromium")
-HEAD = ["variant", "loss", "verdict", "seeds needed"]
 
 
 def section(title="Text", names=("rotary", "alibi", "none"), columns=0) -> Section:
     """A section in which the last variant's loss is missing, and the second's is the lowest."""
     losses = [1.5, 1.4, *(1.6 + 0.1 * n for n in range(len(names) - 3)), math.nan]
-    cells = [[*HEAD, *(f"more {n}" for n in range(columns))]]
-    keys: list[list] = []
-    for name, loss in zip(names, losses):
-        cells.append([name, f"{loss:.4f} ± 0.0100", "better", "nan", *["1,234.5"] * columns])
-        keys.append([name, loss, "better", None, *[1234.5] * columns])
-    table = Table(cells, keys)
-    return Section(title, ["alibi is better."], table, ["A note."], [chart(names)], {"All columns": table})
+    declared = [
+        Column("variant", "variant", lambda of: of[0]),
+        Column("verdict", "verdict", lambda of: "better", help="By the interval."),
+        Column("p", "p", lambda of: 0.0123),
+        *with_interval("loss", "loss", lambda of: (of[1], 0.01), "nats, ± 95 % over 3 seeds"),
+        *(Column(f"more {n}", f"more {n}", lambda of: 1234.5) for n in range(columns)),
+    ]
+    table = Table.of(declared, zip(names, losses)).shown()
+    figures = [chart(names)]
+    return Section(title, ["alibi is better."], "again", table, figures, ["A note."], {"All columns": table})
 
 
-def chart(names=("one", "two"), x=(1, 3, 5, 7, 9), log="") -> Chart:
+def chart(names=("one", "two"), x=(1, 3, 5, 7, 9), log="") -> charts.Figure:
     series = {name: (x, [n + 1 / at for at in x]) for n, name in enumerate(names)}
     spread = {name: (np.subtract(ys, 0.1), np.add(ys, 0.1)) for name, (_, ys) in series.items()}
-    return Chart("Loss over tokens", "tokens", "loss (nats per token)", series, spread, log)
+    return charts.curves("Loss over tokens", "tokens", "loss (nats per token)", series, spread, log)
+
+
+def drawn(figure, names) -> str:
+    """The SVG of a figure."""
+    return base64.b64decode(figure.address(names).removeprefix("data:image/svg+xml;base64,")).decode()
 
 
 def written(folder, *sections, title="A title") -> str:
-    path = page.write(folder, title, {"machine": "two cores"}, sections or (section(),))
-    assert path == folder / "comparison.html" and [file.name for file in folder.iterdir()] == ["comparison.html"]
+    path = page.write(folder / "page.html", title, {"machine": "two cores"}, sections or (section(),))
+    assert path == folder / "page.html" and [file.name for file in folder.iterdir()] == ["page.html"]
     return path.read_text(encoding="utf-8")
 
 
@@ -48,19 +56,21 @@ def shown(text: str) -> str:
 def test_names_are_shown_as_text_wherever_they_are(tmp_path):
     name = "</script> <b> \" ' &amp; {{script}} $x_ <!-- \ud800 https://a.b"
     made = section(name, (f"{name} 1", f"{name} 2", f"{name} 3"))
-    made = made._replace(notes=[name], sentences=[name])
-    made.table.cells[0][1] = made.table.cells[1][2] = name
+    made = made._replace(notes=[name], sentences=[name], command=name, opened={name: name})
+    made.table.rows[1]["verdict"] = name
+    made.table.columns[2] = made.table.columns[2]._replace(title=name, unit=name, help=name)
     text = written(tmp_path, made, title=name)
     as_shown = name.replace("\ud800", "?")
     assert html.unescape(re.search("<h1[^>]*>(.*)</h1>", text)[1]) == as_shown
     assert len(re.findall("<script", text)) == text.count("</script>") == 1
     assert not re.search(r"<b>|<!--|<main>.*{{script}}.*<script>.*{{", text)
-    assert shown(text).count(f"{as_shown} 1") >= 3  # in the tables and the chart
+    assert shown(text).count(f"{as_shown} 1") == 2  # in the tables
 
 
 def test_page_begins_with_the_answer_and_ends_with_what_it_is_of(tmp_path):
     text = re.sub(" +", " ", shown(written(tmp_path).partition("<main>")[2]))
-    found = [text.rindex(part) for part in ("A title", "alibi is better.", "All columns", "two cores")]
+    parts = ("A title", "alibi is better.", "To decide it: again", "All columns", "By the interval.", "two cores")
+    found = [text.rindex(part) for part in parts]
     assert found == sorted(found)
 
 
@@ -70,17 +80,17 @@ def test_page_loads_nothing_and_its_policy_admits_its_own_script_and_style_alone
     assert re.match(
         r"default-src 'none'; img-src data:; style-src 'sha256-\S{43}='; script-src 'sha256-\S{43}=';", policy
     )
-    assert set(re.findall(r'(?:src|href)="([^"#]*)', text)) <= {"data:,", ""}
+    assert {found[:10] for found in re.findall(r'(?:src|href)="([^"#]*)', text)} <= {"data:,", "data:image", ""}
     assert not re.search(r"https?://|@import|url\([^#]|fetch\(|\bstyle=|\bon\w+=", text)
 
 
 def test_numbers_and_texts_are_sort_keys_and_missing_values_are_blank_without_one(tmp_path):
     rows = re.findall('<tr>(<th scope="row".*?)</tr>', written(tmp_path))[:3]
     assert '<td data-n="1.5">1.5000 <span class="interval">± 0.0100</span></td>' in rows[0]
-    assert 'data-t="rotary"' in rows[0] and '<td data-t="better">' in rows[0]
-    assert all(row.endswith("<td></td>") for row in rows) and "<td></td>" in rows[2].split("data-t")[1]
+    assert 'data-t="rotary"' in rows[0] and '<td data-t="better"><span class="verdict good better">' in rows[0]
+    assert rows[2].endswith("<td></td>") and not rows[0].endswith("<td></td>")
     made = section()
-    made.table.keys[0][1] = -math.inf
+    made.table.rows[0]["p"] = -math.inf
     assert 'data-n="-Infinity"' in written(tmp_path, made)  # a number of JavaScript
 
 
@@ -95,31 +105,39 @@ def test_several_sections_have_a_navigation_and_a_variant_has_one_colour_in_all(
         assert set(re.findall(f'class="swatch ([^"]*)"></i><bdi>{name}<', text)) == {f"c{n % 12}"}
 
 
-def test_colours_in_light_are_the_colours_of_the_figures():
+def test_colours_of_variants_are_the_colours_of_the_figures():
     style = pytest.importorskip("attnlab.plots._style")
-    colors, css = style.COLORS + style.MORE_COLORS, (page.FOLDER / "page.css").read_text()
-    assert tuple(re.findall(r"--c\d+: light-dark\((#\w+)", css)) == colors
-    assert tuple(re.findall(r'svg \[stroke="(#\w+)"\] { stroke: var\(--c\d', css)) == colors
+    css = (page.FOLDER / "page.css").read_text()
+    assert tuple(re.findall(r"\.c\d+ { background: (#\w+)", css)) == style.COLORS + style.MORE_COLORS
 
 
 def test_chart_names_its_lines_at_their_ends_and_describes_itself():
-    drawn = charts.svg(chart(), ["two", "one"])
-    assert {"one", "two", "tokens", "loss (nats per token)"} <= set(re.findall(">([^<>]+)</text>", drawn))
-    assert drawn.index('fill="#d1495b"') and 'stroke="#2f6f8f"' in drawn and "style=" not in drawn
-    label = "Loss over tokens: loss (nats per token) over tokens. At the last point: one 0.1111, two 1.111."
-    assert f'aria-label="{label}"' in drawn and drawn == charts.svg(chart(), ["two", "one"])
+    figure = chart()
+    found = drawn(figure, ["two", "one"])
+    assert {"one", "two", "tokens", "loss (nats per token)"} <= set(re.findall(">([^<>]+)</text>", found))
+    assert "stroke: #d1495b" in found and found == drawn(figure, ["two", "one"]) != drawn(figure, ["one", "two"])
+    assert figure.alt == "loss (nats per token) over tokens. At the last point: one 0.1111, two 1.111."
+
+
+def test_long_numbers_on_axes_are_separated_and_apart():
+    found = drawn(chart(x=(-6 * 10**6, 2 * 10**6, 9 * 10**6)), [])
+    assert "5,000,000" in found and "−5,000,000" in found
+    found = drawn(chart(x=(1, 3 * 10**10)), [])
+    assert "30 G" in found
+    found = drawn(chart(x=(24_840, 25_648, 99_360), log="x"), [])
+    assert "24,840" in found and "25,648" not in found and "99,360" in found
 
 
 def test_names_of_variants_are_in_a_chart_as_they_are():
     names = [' style="fill: red"', ' id="x"', "<metadata>a</metadata>", "<!-- a -->"]
-    drawn = charts.svg(chart(names), names)
-    assert {html.escape(name, quote=False) for name in names} <= set(re.findall(">([^<>]+)</text>", drawn))
+    found = drawn(chart(names), names)
+    assert {html.escape(name, quote=False) for name in names} <= set(re.findall(">([^<>]+)</text>", found))
 
 
 def test_page_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
     text = written(tmp_path)
-    assert "<svg" not in text and "pip install &#x27;attnlab[plots]&#x27;" in text
+    assert "<img" not in text and "pip install &#x27;attnlab[plots]&#x27;" in text
 
 
 # In Chromium ----------------------------------------------------------------------------------------------------------
@@ -139,7 +157,9 @@ def chromium():
 @pytest.fixture
 def visit(chromium, tmp_path):
     """Opens a page of two wide sections; at the end, nothing may have been requested or reported as an error."""
-    file = page.write(tmp_path, "A title " + 30 * "x", {}, [section("Text", columns=12), section("word" * 20)])
+    file = page.write(
+        tmp_path / "page.html", "A title " + 30 * "x", {}, [section("Text", columns=12), section("word" * 20)]
+    )
     opened = []
 
     def visit(width=1280, **options):
@@ -165,12 +185,12 @@ def order(tab) -> list[str]:
 @pytest.mark.slow
 def test_keyboard_sorts_with_missing_values_last(visit):
     tab = visit()
-    tab.focus("#s0 thead th:nth-child(2) button")
+    tab.focus("#s0 thead th:nth-child(4) button")
     assert tab.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
     found = []
     for key in ("Enter", "Space", "Enter"):
         tab.keyboard.press(key)
-        found.append((tab.get_attribute("#s0 thead th:nth-child(2)", "aria-sort"), order(tab)))
+        found.append((tab.get_attribute("#s0 thead th:nth-child(4)", "aria-sort"), order(tab)))
     assert found == [
         ("ascending", ["alibi", "rotary", "none"]),
         ("descending", ["rotary", "alibi", "none"]),
@@ -189,6 +209,9 @@ def test_wide_tables_scroll_and_the_page_does_not(visit):
     assert tab.evaluate("document.documentElement.scrollWidth") == 390
     wide = "(() => { const box = document.querySelector('#s0 .scroll'); return box.scrollWidth > box.clientWidth; })()"
     assert tab.evaluate(wide) and tab.locator("details table").first.is_visible()
+    for head in (2, 3):  # verdict and p
+        box = tab.locator(f"#s0 .sortable thead th:nth-child({head})").first.bounding_box()
+        assert box["x"] + box["width"] < 390
 
 
 BRIGHTNESS = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number).reduce((a, b) => a + b)"
@@ -197,18 +220,18 @@ BRIGHTNESS = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map
 @pytest.mark.slow
 def test_theme_follows_the_reader_until_the_button_is_pressed(visit):
     tab = visit(color_scheme="dark")
-    color = "getComputedStyle(document.querySelector('svg [stroke=\"#2f6f8f\"]')).stroke"
+    color = "getComputedStyle(document.querySelector('.chart img')).filter"
     assert tab.evaluate(BRIGHTNESS) < 150 and tab.inner_text("#theme") == "Light theme"
     in_dark = tab.evaluate(color)
     tab.focus("#theme")
     tab.keyboard.press("Enter")
     assert tab.evaluate(BRIGHTNESS) > 600 and tab.inner_text("#theme") == "Dark theme"
-    assert tab.evaluate(color) == "rgb(47, 111, 143)" != in_dark
+    assert tab.evaluate(color) == "none" != in_dark
     assert visit(color_scheme="light").evaluate(BRIGHTNESS) > 600
 
 
 @pytest.mark.slow
 def test_without_javascript_tables_and_charts_are_shown(visit):
     tab = visit(java_script_enabled=False)
-    assert order(tab) == ["rotary", "alibi", "none"] and tab.locator("svg").first.is_visible()
+    assert order(tab) == ["rotary", "alibi", "none"] and tab.locator(".chart img").first.is_visible()
     assert not tab.is_visible("#theme")

@@ -1,0 +1,1 @@
+"""How results are judged and shown: statistics over seeds, tables, charts, and one page."""

@@ -1,0 +1,168 @@
+"""Tables of results: a column is declared once, and drawn in a terminal, in Markdown, in CSV and on a page."""
+
+import io
+import math
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import rich.table
+from rich.console import Console
+from rich.text import Text
+
+UNBOUND = 10_000  # characters of a line of a file
+
+
+class Column(NamedTuple):
+    """A column of a table.
+
+    Attributes:
+      key: its values in the rows, and its name in the CSV file.
+      title: its name for readers; "" for a column of the CSV file alone.
+      read: computes the value from the subject of a row, None where it has none; of rows that are there it is None.
+      unit: of the value, and of its interval.
+      format: of the value, such as ".4f"; or a function from a row to the text of its cell.
+      help: a sentence on what it is.
+      usual: a value that says nothing: a column without another one is not shown.
+      empty: the text of a cell without a value.
+    """
+
+    key: str
+    title: str
+    read: Callable[[Any], Any] | None = None
+    unit: str = ""
+    format: str | Callable[[Mapping[str, Any]], str] = ""
+    help: str = ""
+    usual: Any = None
+    empty: str = ""
+
+    def cell(self, row: Mapping[str, Any]) -> str:
+        """The text of a row's cell."""
+        value = row[self.key]
+        if is_missing(value):
+            return self.empty
+        if callable(self.format):
+            return minus(self.format(row))
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return value if isinstance(value, str) else minus(format(value, self.format) if self.format else number(value))
+
+
+class Table(NamedTuple):
+    """Rows, and the columns that are declared for them.
+
+    >>> columns = [Column("name", "variant", lambda of: of[0]), Column("loss", "loss", lambda of: of[1], "nats", ".2f")]
+    >>> print(Table.of(columns, [("rotary", 1.5), ("none", -0.25)]))
+    variant  loss (nats)
+    rotary          1.50
+    none           −0.25
+    """
+
+    columns: Sequence[Column]
+    rows: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, columns: Sequence[Column], subjects: Iterable) -> "Table":
+        """The table of some subjects, a row for each."""
+        return cls(columns, [{column.key: column.read(subject) for column in columns} for subject in subjects])
+
+    def only(self, *keys: str) -> "Table":
+        """Some of its columns, in the order of their keys."""
+        by_key = {column.key: column for column in self.columns}
+        return self._replace(columns=[by_key[key] for key in keys])
+
+    def shown(self) -> "Table":
+        """The columns for readers that say something."""
+        return self._replace(
+            columns=[
+                column
+                for column in self.columns
+                if column.title
+                and any(not is_missing(row[column.key]) and row[column.key] != column.usual for row in self.rows)
+            ]
+        )
+
+    @property
+    def heads(self) -> list[str]:
+        """The names of the columns, with their units."""
+        return [f"{column.title} ({column.unit})" if column.unit else column.title for column in self.columns]
+
+    def cells(self) -> list[list[str]]:
+        """The texts of all rows."""
+        return [[column.cell(row) for column in self.columns] for row in self.rows]
+
+    def text(self, width: int | None = None) -> str:
+        """Aligned columns, folded to fit a width: the terminal's where there is one."""
+        if width is None:
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else UNBOUND
+        drawn = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_edge=False)
+        cells = self.cells()
+        for at, head in enumerate(self.heads):
+            # Words fold, and intervals do not.
+            least = max([6 if at else 12, *(len(line[at]) for line in cells if "±" in line[at])])
+            is_name = at == 0 and any(isinstance(row[self.columns[0].key], str) for row in self.rows)
+            look = {"justify": "left" if is_name else "right", "overflow": "fold"}
+            drawn.add_column(Text(head), min_width=None if width == UNBOUND else least, **look)
+        for line in cells:
+            drawn.add_row(*map(Text, line))
+        out = io.StringIO()
+        Console(file=out, width=width, color_system=None, force_jupyter=False).print(drawn)
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    __str__ = text
+
+    def markdown(self, before: Sequence[str] = (), after: Sequence[str] = ()) -> str:
+        """The table in Markdown, between paragraphs."""
+        heads, *lines = [[_plain(cell) for cell in line] for line in [self.heads, *self.cells()]]
+        table = "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *lines])
+        return "\n\n".join([*map(_plain, before), table, *map(_plain, after)]) + "\n"
+
+
+def with_interval(
+    key: str, title: str, read: Callable[[Any], tuple[float, float] | None], unit: str, sign: str = "", help: str = ""
+) -> list[Column]:
+    """Two columns: a mean, drawn with half the width of its interval, and this, in the CSV file alone.
+
+    `read` returns both; a mean may be drawn with a `sign`, "+".
+    """
+
+    def part(at: int) -> Callable[[Any], float | None]:
+        def read_part(subject):
+            found = read(subject)
+            return None if found is None or math.isnan(found[at]) else float(found[at])
+
+        return read_part
+
+    def text(row: Mapping[str, Any]) -> str:
+        value, half = row[key], row[f"{key}_interval"]
+        digits = decimals(half, 4)
+        return f"{value:{sign}.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+
+    return [Column(key, title, part(0), unit, text, help), Column(f"{key}_interval", "", part(1))]
+
+
+def decimals(size: float | None, least: int) -> int:
+    """Decimals that show the first digit of an interval, or of a number without one."""
+    return least if not size else min(9, max(least, -math.floor(math.log10(abs(size)))))
+
+
+def number(value: int | float) -> str:
+    """A whole number, or three digits of a large one."""
+    return f"{value:,.0f}" if abs(value) < 1e6 else f"{value:.3g}"
+
+
+def minus(text: str) -> str:
+    """A number's text with a true minus."""
+    return text.replace("-", "−")
+
+
+def is_missing(value) -> bool:
+    """Whether a cell has no value: None or NaN."""
+    return value is None or value != value
+
+
+def _plain(text: str) -> str:
+    """One line of Markdown that shows the text as it is."""
+    return re.sub(r"[\\|`*<\[$~&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
