@@ -193,7 +193,7 @@ def columns(likes: Mapping[str, str]) -> list[Column]:
 
     return [
         Column("feature", "feature", lambda row: row.feature),
-        Column("outcome", "outcome", lambda row: row.outcome, help="Ignored: the output is that of a call without it."),
+        Column("outcome", "outcome", lambda row: row.outcome, help="Ignored: the output is the same without it."),
         Column("worst", "error", lambda row: row.worst, format=worst, help="In units of its bound: above 1 is wrong."),
         Column("cases", "calls", lambda row: row.cases),
         Column("why", "why", why, usual=""),

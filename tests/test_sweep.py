@@ -18,7 +18,7 @@ import pytest
 import attnlab
 from attnlab import sweep, train
 from attnlab.config import RunConfig
-from attnlab.sweeping import grid, training_runs
+from attnlab.sweeping import grid, results, training_runs
 from tests.runs import CONFIG, REPOSITORY, WITHOUT_DROPOUT, contents, records, workers_here
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -116,7 +116,7 @@ def grouped(*given):
     for point in points:
         failed = point.config.optimizer.weight_decay == 9 and point.config.seed != 1
         rows.append({"run": point.name, "loss": None if failed else float(point.config.seed)})
-    found = sweep.group_table(sweep.group_of(points), points, rows)
+    found = results.group_table(results.group_of(points), points, rows)
     return found and found.rows
 
 
@@ -152,7 +152,7 @@ def test_sweep_over_seeds_writes_groups_beside_the_runs(tmp_path, capsys, monkey
     monkeypatch.setattr(train, "is_finished", lambda *_: False)
     assert swept(tmp_path / "sweep", "--grid=config.steps=5,6", "--grid=config.seed=0,1,2") == 1
     out = capsys.readouterr().out
-    assert "95 % interval" in out and "runs.csv, groups.csv, runs.png, sweep.html are in" in out
+    assert "95 % over seeds" in out and "runs.csv, groups.csv, runs.png, sweep.html are in" in out
     assert [line.split() for line in out.splitlines()[-3:-1]] == [
         ["5", "2", "1", "5.5000", "−0.8531", "11.8531"],
         ["6", "3", "0", "7.0000", "4.5159", "9.4841"],

@@ -45,7 +45,7 @@ class Rate(NamedTuple):
 
 
 class Protocol(NamedTuple):
-    """What all variants have in common.
+    """The config, learning rates and seeds common to all variants.
 
     Attributes:
       config: of the comparison.

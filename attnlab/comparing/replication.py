@@ -97,7 +97,7 @@ def is_trained(
 
 
 class ReplicatedResults(NamedTuple):
-    """What a row is read from: published and our results of a variant.
+    """Published and our results of a variant, from which its row is read.
 
     Attributes:
       ours: mean and half its interval.

@@ -34,7 +34,7 @@ UNTRAINED = "not trained far enough"
 
 
 class VariantResults(NamedTuple):
-    """What a row of the table is read from.
+    """All results of a variant, from which its row is read.
 
     Attributes:
       results: of the compared measure and of the loss, by seed; NaN where a run failed.

@@ -141,7 +141,7 @@ def _is_numeric(values) -> bool:
 
 
 def _key(value) -> str:
-    """What a cell is sorted by."""
+    """The attribute by which page.js sorts a cell."""
     if isinstance(value, str):
         return f' data-t="{escape(value)}"'
     return "" if is_missing(value) else f' data-n="{value:.12g}"'.replace("inf", "Infinity")

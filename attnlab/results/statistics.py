@@ -33,7 +33,7 @@ class Interval(NamedTuple):
       count: number of seeds.
 
     >>> f"{Interval.of([1.0, 2.0, 3.0]):.1f}"
-    '2.0 [-0.5, 4.5]'
+    '2.0 [−0.5, 4.5]'
     """
 
     mean: float
@@ -58,7 +58,7 @@ class Interval(NamedTuple):
     def __format__(self, spec: str) -> str:
         spec = spec or ".3f"
         ends = f" [{self.low:{spec}}, {self.high:{spec}}]" if self.count > 1 else " (one seed)"
-        return f"{self.mean:{spec}}{ends}"
+        return f"{self.mean:{spec}}{ends}".replace("-", "−")
 
     def __str__(self) -> str:
         return format(self, "")

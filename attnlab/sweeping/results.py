@@ -1,0 +1,132 @@
+"""The tables of a sweep, of its runs and of groups over seeds, and its page."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from attnlab import runs
+from attnlab.results import page
+from attnlab.results.charts import Figure
+from attnlab.results.statistics import mean_and_margin
+from attnlab.results.table import Column, Table
+from attnlab.support import paths, provenance
+from attnlab.support.errors import UserError
+from attnlab.sweeping import grid
+
+TABLE, GROUPS, PLOT, PAGE = "runs.csv", "groups.csv", "runs.png", "sweep.html"
+SCORES = [
+    Column("loss", "loss", None, "nats", ".4f", "After the last step.", empty="failed"),
+    Column("best_loss", "best loss", None, "nats", ".4f", "The lowest of all validations."),
+    Column("best_step", "best step", format=","),
+    Column("steps", "steps", format=","),
+    Column("tokens_per_second", "tokens/s", help="The median of the records."),
+]
+MEANS = [
+    Column("seeds", "seeds", help="Runs that finished."),
+    Column("failed", "failed"),
+    Column("mean_loss", "mean loss", None, "nats", ".4f", "Of the final losses."),
+    Column("low", "low", None, "end of 95 % over seeds", ".4f", "By Student's t."),
+    Column("high", "high", None, "end of 95 % over seeds", ".4f"),
+]
+
+
+def report(points: list[grid.Point], folder: Path, failed: Mapping[str, str]) -> list[dict]:
+    """Print and write the tables of runs, and the page; returns the table of the runs."""
+    groups, of_runs = group_of(points), table(points, folder, failed)
+    of_groups = group_table(groups, points, of_runs.rows)
+    for printed in filter(None, (of_runs, of_groups)):
+        print(printed._replace(columns=[each for each in printed.columns if each.key not in ("run", "group", "error")]))
+    _write(of_runs, of_groups, groups, folder)
+    return of_runs.rows
+
+
+def table(points: list[grid.Point], folder: Path, failed: Mapping[str, str]) -> Table:
+    """A row for each run, by its final loss; failed runs come last."""
+    rows = [
+        {"run": point.name}
+        | point.values
+        | dict.fromkeys(column.key for column in SCORES)
+        | ({} if point.name in failed else _scores(folder / point.name))
+        | {"error": failed.get(point.name, "")}
+        for point in points
+    ]
+    columns = [Column("run", "run"), *_fields(points[0].values), *SCORES, Column("error", "error", usual="")]
+    return Table(columns, sorted(rows, key=lambda row: (bool(row["error"]), row["loss"] or 0.0)))
+
+
+def _fields(names: Iterable[str]) -> list[Column]:
+    """A column for each field, under the last part of its name."""
+    titles = {name: name.rpartition(".")[2].replace("_", " ") for name in names}
+    return [
+        Column(name, title, format=lambda row, name=name: str(row[name]), empty="None")
+        for name, title in titles.items()
+    ]
+
+
+def _scores(workdir: Path) -> dict:
+    columns = runs.metrics(workdir)
+    step, split, loss = (columns[name] for name in ("step", "split", "loss"))
+    validation = np.flatnonzero(split == "val")
+    best = validation[loss[validation].argmin()]
+    speeds = columns["tokens_per_second"][split == "train"]
+    return {
+        "loss": float(loss[split == "final"][-1]),
+        "best_loss": float(loss[best]),
+        "best_step": int(step[best]),
+        "steps": int(step[-1]),
+        "tokens_per_second": round(float(np.median(speeds))) if len(speeds) else None,
+    }
+
+
+def group_of(points: list[grid.Point]) -> dict[str, str]:
+    """The group of each run by name; empty where no two runs differ in the seed alone, or all do."""
+    groups = {point.name: grid.name_of(_variant(point)) for point in points}
+    return groups if all(groups.values()) and len(set(groups.values())) < len(groups) else {}
+
+
+def _variant(point: grid.Point) -> dict:
+    return {field: value for field, value in point.values.items() if field != "seed"}
+
+
+def group_table(groups: dict[str, str], points: list[grid.Point], rows: Sequence[Mapping]) -> Table | None:
+    """A row for each group, by its mean final loss; without a finished run it comes last. None without groups."""
+    found, loss_of = [], {row["run"]: row["loss"] for row in rows}
+    for group in dict.fromkeys(groups.values()):
+        members = [point for point in points if groups[point.name] == group]
+        losses = [loss_of[point.name] for point in members if loss_of[point.name] is not None]
+        mean, margin = mean_and_margin(losses)
+        row = {"group": group} | _variant(members[0]) | {"seeds": len(losses), "failed": len(members) - len(losses)}
+        found.append(row | {"mean_loss": mean, "low": mean - margin, "high": mean + margin})
+    columns = [Column("group", "group"), *_fields(_variant(points[0])), *MEANS]
+    return Table(columns, sorted(found, key=lambda row: (not row["seeds"], row["mean_loss"]))) if groups else None
+
+
+def _write(of_runs: Table, of_groups: Table | None, groups: dict[str, str], folder: Path) -> None:
+    """Write the tables, the page, and where matplotlib is installed the plot: of groups over the runs that finished."""
+    (folder / GROUPS).unlink(missing_ok=True)  # of an earlier grid
+    written = {TABLE: of_runs} | ({GROUPS: of_groups} if of_groups else {})
+    for name, found in written.items():
+        paths.write_csv(folder / name, found.rows)
+    shown = [folder / row["run"] for row in of_runs.rows if not (of_groups and row["error"])]
+    shown = [workdir for workdir in shown if (workdir / "metrics.jsonl").exists()]
+    title = "Validation loss: mean over seeds, and each seed" if of_groups else "Loss of each run"
+
+    def draw(title: str):
+        from attnlab import plots  # needs matplotlib
+
+        return plots.runs(shown, title, groups=groups)
+
+    if shown:
+        try:
+            paths.write_figure(folder / PLOT, draw(title))
+            written[PLOT] = of_runs
+        except UserError as error:  # without matplotlib
+            print(error)
+    ends = ", ".join(f"{row['run']} {row['loss']:.4g}" for row in of_runs.rows if row["loss"] is not None)
+    figures = [Figure(title, f"Loss over steps. At the end: {ends}.", lambda _: draw(""))] if PLOT in written else []
+    folded = {"All runs": of_runs.shown()} if of_groups else {}
+    section = page.Section("Runs", table=(of_groups or of_runs).shown(), figures=figures, folded=folded)
+    about = {"machine": provenance.machine()}
+    page.write(folder / PAGE, f"Sweep of {len(of_runs.rows)} runs", about, [section])
+    print(f"{', '.join([*written, PAGE])} are in {folder}")
