@@ -95,6 +95,11 @@ def _notes(part: Part, rows: Sequence[Mapping], raced: Race | None) -> list[str]
         f"The interval of a difference is ± {now:.1f} standard errors, for {seeds} seeds and as many as {others} "
         f"differences; {2 * seeds} seeds make it ± {more:.1f}. Curves are means, with the range of the seeds.",
     ]
+    if any(row["verdict"] == statistics.OPEN for row in rows):
+        notes.append(
+            "More seeds are a second look: where no variant differs, about 10 % of tables then have a verdict, not 5 %. "
+            "Choose their number beforehand, or repeat the comparison with seeds that were not seen (config.seed)."
+        )
     if raced:
         notes.append(
             f"Tokens/s and seconds are of one race of all variants in turn, of {ROUNDS} rounds, {raced.hour}, "

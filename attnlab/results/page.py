@@ -71,16 +71,19 @@ def write(path: Path, title: str, about: Mapping[str, str], sections: Sequence[S
 
 def fragment(section: Section) -> str:
     """The answer and the table of a section, for a notebook."""
-    body = "".join(f"<p>{escape(sentence)}</p>" for sentence in section.sentences)
     table = "".join(f"<th>{escape(head)}</th>" for head in section.table.heads)
     for row in section.table.cells():
         table += "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-    return f"<h4>{escape(section.title)}</h4>{body}<table>{table}</table>"
+    return f"<h4>{escape(section.title)}</h4>{_answer(section)}<table>{table}</table>"
+
+
+def _answer(section: Section) -> str:
+    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in section.sentences)
+    command = f'<p class="soft">To decide it: <code>{escape(section.command)}</code></p>' if section.command else ""
+    return f'<div class="answer">{sentences}{command}</div>'
 
 
 def _section(anchor: str, section: Section, names: Sequence[str]) -> str:
-    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in section.sentences)
-    command = f'<p class="soft">To decide it: <code>{escape(section.command)}</code></p>' if section.command else ""
     folded = {name: _folded(content, names) for name, content in section.folded.items()}
     tables = [each for each in (section.table, *section.folded.values()) if isinstance(each, Table)]
     if help := _help(tables, section.notes):
@@ -90,7 +93,8 @@ def _section(anchor: str, section: Section, names: Sequence[str]) -> str:
     )
     return "".join(
         (
-            f'<section id="{anchor}"><h2>{_name(section.title)}</h2><div class="answer">{sentences}{command}</div>',
+            f'<section id="{anchor}"><h2>{_name(section.title)}</h2>',
+            _answer(section),
             _table(section.table, names) if section.table else "",
             _figures(section.figures, names),
             opened,
