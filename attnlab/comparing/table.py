@@ -167,8 +167,17 @@ def _answer(measure: str, over: str, joint: str) -> list[Column]:
         ),
         *_mean(measure, over, measure),
         *(_mean("loss", over, measure) if measure != "loss" else ()),
-        *([Column("blind", "", lambda of: of.blind)] if measure != "loss" else ()),
-        Column("rates_at_edge", "", lambda of: of.edge),
+        *(
+            [Column("blind", "", lambda of: of.blind, help="The accuracy of the best guess.")]
+            if measure != "loss"
+            else ()
+        ),
+        Column(
+            "rates_at_edge",
+            "",
+            lambda of: of.edge,
+            help="Of the verdict: this variant's learning rate, or the first's.",
+        ),
     ]
 
 
@@ -205,10 +214,10 @@ def _certainty(unit: str) -> list[Column]:
             help="To show the difference found with probability 80 %, by the spread of these seeds, and by the ends of "
             "its 95 % interval.",
         ),
-        Column("difference_seeds_needed_low", "", needed(1)),
-        Column("difference_seeds_needed_high", "", needed(2)),
-        Column("seeds", "", lambda of: len(known(of.results["loss"]))),
-        Column("pairs", "", lambda of: len(known(of.pairs))),
+        Column("difference_seeds_needed_low", "", needed(1), help="By the lower end."),
+        Column("difference_seeds_needed_high", "", needed(2), help="By the upper end."),
+        Column("seeds", "", lambda of: len(known(of.results["loss"])), help="Runs with a result."),
+        Column("pairs", "", lambda of: len(known(of.pairs)), help="Seeds of which both runs have one."),
     ]
 
 
@@ -235,7 +244,12 @@ def _training(over: str) -> list[Column]:
             format=lambda row: f"{row['learning_rate']:.3g}" + " (edge)" * row["learning_rate_at_edge"],
             help="The best on the first half of the held-out text, with seeds that are not used again.",
         ),
-        Column("learning_rate_at_edge", "", lambda of: of.rate.at_edge),
+        Column(
+            "learning_rate_at_edge",
+            "",
+            lambda of: of.rate.at_edge,
+            help="Whether it is the least or the largest tried.",
+        ),
         *with_interval(
             "loss_at_equal_time",
             "loss at equal time",
@@ -243,7 +257,7 @@ def _training(over: str) -> list[Column]:
             f"{NATS}, {over}",
             help="After as many seconds as the fastest variant trains, at the speeds of the race.",
         ),
-        Column("verdict_at_equal_time", "", lambda of: of.at_time[1]),
+        Column("verdict_at_equal_time", "", lambda of: of.at_time[1], help="Where it is the same in every round."),
     ]
 
 
@@ -252,10 +266,10 @@ def _measurements(measure: str) -> list[Column]:
         *((f"{measure}_{times}x", *_at_length(measure, times)) for times in LENGTHS[measure]),
         ("parameters", "parameters", "", "Counted."),
         ("flops_per_token_train", "FLOPs/token", "", "Of training, counted from the traced program."),
-        ("flops_per_token_decode", "", "", ""),
+        ("flops_per_token_decode", "", "", "Of decoding with a full context."),
         ("peak_memory_bytes", "peak bytes", "", "Of a training step, as the compiler allots them."),
         ("decode_state_bytes_1x", "state bytes", "", "Of one text of a full context, which decoding keeps."),
-        ("decode_state_bytes_8x", "", "", ""),
+        ("decode_state_bytes_8x", "", "", "Of a text eight times as long."),
     ]
 
     def of_file(key: str) -> Callable[[VariantResults], Any]:
@@ -274,7 +288,7 @@ def _measurements(measure: str) -> list[Column]:
             format=lambda row: f"{row['conforms_worst']:.2f}" if row["conforms"] else "no",
             help="The largest error of the variant's operators, in units of its bound by the specification.",
         ),
-        Column("conforms_worst", "", certificate("worst")),
+        Column("conforms_worst", "", certificate("worst"), help="The largest error, also where it conforms."),
         Column(
             "comparable",
             "comparable",
@@ -288,7 +302,7 @@ def _measurements(measure: str) -> list[Column]:
 def _at_length(measure: str, times: int) -> tuple[str, str, str]:
     """Title, format and help of a measure beyond the context."""
     if times == 1:
-        return "", ".4f", ""
+        return "", ".4f", "At positions within the context."
     if measure == "loss":
         return f"loss to {times}×", ".4f", f"At positions up to {times} times the context, from half of that."
     return f"accuracy at {times}×", ".4f", f"In the second half of sequences {times} times as long."
@@ -310,12 +324,9 @@ def _speeds() -> list[Column]:
             ),
             help="The median of the race's rounds, and the slowest and the fastest one.",
         ),
-        Column(f"{trained}_low", "", speed(trained, min)),
-        Column(f"{trained}_high", "", speed(trained, max)),
-        *(
-            Column(name, title, speed(name), help="Of one text, medians." if title else "")
-            for name, title in titles.items()
-        ),
+        Column(f"{trained}_low", "", speed(trained, min), help="Of the slowest round."),
+        Column(f"{trained}_high", "", speed(trained, max), help="Of the fastest round."),
+        *(Column(name, title, speed(name), help="Of one text, median.") for name, title in titles.items()),
     ]
 
 

@@ -110,7 +110,7 @@ def _folded(content: Table | str, names: Sequence[str]) -> str:
 
 def _help(tables: Sequence[Table], notes: Sequence[str]) -> str:
     """The notes, and what each column is."""
-    columns = {column.key: column for table in tables for column in table.columns if column.help}
+    columns = {column.key: column for table in tables for column in table.columns if column.title and column.help}
     terms = "".join(
         f"<div><dt>{escape(each.title)}</dt><dd>{escape(each.help)}</dd></div>" for each in columns.values()
     )

@@ -140,7 +140,10 @@ def with_interval(
         digits = decimals(half, 4)
         return f"{value:{sign}.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
-    return [Column(key, title, part(0), unit, text, help), Column(f"{key}_interval", "", part(1))]
+    return [
+        Column(key, title, part(0), unit, text, help),
+        Column(f"{key}_interval", "", part(1), unit, help=f"Half the width of the interval of `{key}`."),
+    ]
 
 
 def decimals(size: float | None, least: int) -> int:

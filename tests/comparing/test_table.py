@@ -189,7 +189,7 @@ def test_table_comes_back_as_it_was(whole, tmp_path):
     paths.write_csv(tmp_path / table.TABLE, whole.rows)
     assert comparing.read(tmp_path) == whole.rows
     assert next(iter(whole.rows[0])) == "variant"
-    assert whole.shown().heads[:3] == ["variant", "verdict", "p"] and all(c.help for c in whole.shown().columns[1:])
+    assert whole.shown().heads[:3] == ["variant", "verdict", "p"] and all(column.help for column in whole.columns[1:])
 
 
 def test_sentence_says_by_how_much_on_what_evidence_and_whether_time_agrees():
