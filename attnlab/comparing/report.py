@@ -97,7 +97,7 @@ def _notes(part: Part, rows: Sequence[Mapping], raced: Race | None) -> list[str]
     ]
     if any(row["verdict"] == statistics.OPEN for row in rows):
         notes.append(
-            "More seeds are a second look: where no variant differs, about 10 % of tables then have a verdict, not 5 %. "
+            "More seeds are a second look: where no variant differs, about 10 % of tables then have a verdict, not 5. "
             "Choose their number beforehand, or repeat the comparison with seeds that were not seen (config.seed)."
         )
     if raced:
