@@ -22,7 +22,7 @@ import pytest
 import attnlab
 from attnlab import compare, comparing
 from attnlab import config as configs
-from attnlab.comparing import certificate, measuring, protocol, race, replication
+from attnlab.comparing import certificate, comparison, measuring, protocol, race, replication
 from attnlab.data.batches import Batch
 from attnlab.data.tasks import named
 from attnlab.data.tasks.task_batches import HeldOutBatches
@@ -226,6 +226,15 @@ def test_comparison_of_other_steps_needs_another_folder(finished, capsys):
 
 
 @pytest.mark.parametrize(
+    ("together", "backend", "seeds"), [("auto", "cpu", 1), ("auto", "gpu", 3), (5, "cpu", 3), ("1", "gpu", 1)]
+)
+def test_rates_are_chosen_on_three_seeds_where_runs_go_together(monkeypatch, together, backend, seeds):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert comparison.default_tuning_seeds(together) == seeds
+
+
+@pytest.mark.parametrize(
     ("best", "extensions", "tried", "verdict"),
     [(1e-2, 2, [1e-3, 1e-2, 1e-1], "worse"), (1e1, 2, [1e-3, 1e-2, 1e-1, 1.0, 10.0], "worse, rate at the edge")],
 )
@@ -235,7 +244,8 @@ def test_learning_rates_at_an_edge_are_extended_within_a_budget(
     def trained(runner, points, finished, folder):
         for point in points:
             rate, window = point.config.optimizer.learning_rate, point.config.model.layers[0].window
-            loss = np.log10(rate / (best if window else 1e-2)) ** 2 + point.config.seed % 2 / 100 + bool(window)
+            loss = np.log10(rate / (best if window == 4 else 1e-2)) ** 2 + (window == 4)
+            loss += (window or 4) * (point.config.seed % 3) ** 2 / 100
             (folder / point.name).mkdir()
             (folder / point.name / "config.json").write_text(configs.to_json(point.config, vocab_size=65))
             last = {"step": 12, "split": "final", "loss": loss, "params_sha256": point.name}
@@ -244,14 +254,16 @@ def test_learning_rates_at_an_edge_are_extended_within_a_budget(
 
     monkeypatch.setattr(training_runs.Runner, "train", trained)
     monkeypatch.setattr(measuring, "measure", lambda *_: ({}, None))
-    variants = {"all": {}, "window": {"model.attention.window": 4}}
+    variants = {"all": {}, "window": {"model.attention.window": 4}, "wide": {"model.attention.window": 6}}
+    variants["wider"] = {"model.attention.window": 16}
     options = {"learning_rates": [1e-3, 1e-2, 1e-1], "seeds": 3, "extensions": extensions}
     found = comparing.compare(WITHOUT_DROPOUT, variants, workdir=tmp_path / "new", **options)
     names = [path.name for path in (tmp_path / "new").glob("variant=window,*seed=1000")]
     assert sorted(float(re.search("rate=([^,]*)", name)[1]) for name in names) == tried
     cells = dict(zip(found._part(None).sections[0].table.heads, found._part(None).sections[0].table.cells()[1]))
     assert cells["verdict"] == verdict and found.rows[1]["learning_rate"] == tried[-2 + ("edge" in verdict)]
-    assert ("--extensions" in capsys.readouterr().out) == ("edge" in verdict)
+    out, needed = capsys.readouterr().out, [row["difference_seeds_needed"] for row in found.rows[2:]]
+    assert ("--extensions" in out) == ("edge" in verdict) and f"compare(…, seeds={max(needed)})" in out
 
 
 def test_function_goes_on_where_the_command_was(finished, monkeypatch, capsys):

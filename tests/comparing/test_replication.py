@@ -41,7 +41,7 @@ def test_outcome_of_one_seed_is_underpowered():
 
 def test_rows_are_paired_by_seed_and_leave_failed_runs_out():
     found = Published("a paper", {"softmax": 0.9, "delta": 0.8}, margin=0.01, differs="")
-    results = {"softmax": [0.9, 0.7, 0.8], "delta": [0.8, np.nan, 0.7], "more": [0, 0, 0]}
+    results = {"softmax": [0.9, 0.7, 0.8], "delta": [0.801, np.nan, 0.699], "more": [0, 0, 0]}
     table = Table.of(replication.columns(3, 3), replication.subjects(found, results, chance=0.1))
     softmax, delta = table.rows
     assert softmax["ours"] == pytest.approx(0.8) and softmax["outcome"] is None
