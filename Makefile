@@ -9,8 +9,9 @@ BIN = $(VENV)/bin
 # uv, where there is one, installs in seconds what takes pip minutes.
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INSTALL = $(if $(shell command -v uv),uv pip install --quiet --python $(BIN)/python -c constraints.txt,$(PIP))
-# On a machine with an NVIDIA GPU, JAX is installed for it: make train CUDA=cuda12 where its driver is older than 580.
+# The commands of the README draw. On a machine with an NVIDIA GPU, JAX is installed for it: make train CUDA=cuda12 where its driver is older than 580.
 CUDA ?= $(if $(shell command -v nvidia-smi),cuda)
+COMMA = ,
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 # The tests compile without optimizations, unless told so.
 OPTIMIZED = XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS"
@@ -101,7 +102,7 @@ conformance: $(VENV)/installed-test
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) -e ".$(if $(CUDA),[$(CUDA)])"
+	$(INSTALL) -e ".[plots$(if $(CUDA),$(COMMA)$(CUDA))]"
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed

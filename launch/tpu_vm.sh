@@ -58,7 +58,7 @@ sudo mkdir -p /mnt/attnlab && sudo mount $(printf '%q' "$NFS") /mnt/attnlab; }" 
 # The image's own Python may be older than attnlab allows: uv brings one.
 install="rm -rf attnlab && mkdir attnlab && tar -xzf attnlab.tar.gz -C attnlab && python3 -m pip install -q --user uv && \
 python3 -m uv venv -q --clear --python 3.11 venv && \
-python3 -m uv pip install -q --python venv -c attnlab/constraints.txt -e 'attnlab[tpu]'"
+python3 -m uv pip install -q --python venv -c attnlab/constraints.txt -e 'attnlab[data,tpu]'"
 set_up() { # idempotent
     do_ tar -czf "$packed" --exclude='./.*' --exclude=./runs --exclude=./build -C "$source" . &&
         do_ gcloud compute tpus tpu-vm scp "$packed" "$name:attnlab.tar.gz" "--zone=$ZONE" --worker=all &&

@@ -1,6 +1,7 @@
 """Compare variants of a model: train each at its best learning rate over seeds, and say which is better."""
 
 import datetime
+import inspect
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -31,6 +32,7 @@ from attnlab.sweeping import grid, training_runs
 from attnlab.testing.layer import check_layer
 from attnlab.training import text as texts
 from attnlab.training.program import shared_programs
+from attnlab.training.workdir import read_config
 
 MARKER, PAGE = "comparison.json", "comparison.html"
 # The seeds that choose learning rates come so far after the first one that is compared: their number moves no other.
@@ -180,14 +182,20 @@ def compare(
     if not isinstance(check, bool):
         raise ArgumentError("check", check, "expected True or False")
     options = training_runs.checked(jobs, together)
-    arguments = {"seeds": seeds, "learning_rates": learning_rates, "extensions": extensions, "tasks": tasks}
-    arguments |= {"tuning_seeds": default_tuning_seeds(together) if tuning_seeds is None else tuning_seeds}
-    arguments |= {"match": match or "none", "match_length": match_length}
-    found = parts(*_given(config), variants, Path(workdir), **arguments)
+    arguments = {"tuning_seeds": tuning_seeds, "learning_rates": learning_rates, "extensions": extensions}
+    arguments |= {"tasks": tasks, "match": match, "match_length": match_length}
+    usual = inspect.signature(compare).parameters
+    chosen = "".join(f", {name}={x!r}" for name, x in arguments.items() if x != usual[name].default)
+    base, fields = _given(config)
+    first = config if isinstance(config, str) else configs.words(base, RunConfig())
 
     def command(seeds: int) -> str:
-        return f"attnlab.comparing.compare(…, seeds={seeds})"
+        return (
+            f"attnlab.comparing.compare({first!r}, {dict(variants)!r}, workdir={str(workdir)!r}, seeds={seeds}{chosen})"
+        )
 
+    arguments |= {"tuning_seeds": tuning_seeds or default_tuning_seeds(together), "match": match or "none"}
+    found = parts(base, fields, variants, Path(workdir), seeds=seeds, **arguments)
     return run(found, Path(workdir), check=check, command=command, **options)
 
 
@@ -256,7 +264,7 @@ def parts(
     config.check_effects()
     numbers = {"seeds": (seeds, 2), "tuning_seeds": (tuning_seeds, 1), "extensions": (extensions, 0)}
     for name, (value, least) in numbers.items():
-        if not least <= value <= TUNING:
+        if not isinstance(value, int) or not least <= value <= TUNING:
             raise ArgumentError(name, value, f"expected {least} to {TUNING}")
     if isinstance(tasks, str):
         raise ArgumentError("tasks", tasks, "expected a list of names")
@@ -417,14 +425,21 @@ def _finished(final, folder: Path, failed: Mapping[str, str]) -> dict[str, list[
 
 def _about(part: Part, final, measured: Mapping[str, Mapping]) -> dict[str, str]:
     """The circumstances of results, by name."""
-    config = final[part.variants[0].name][0].config
+    (first, *_), *_ = final.values()
+    config, model, workdir = first.config, first.config.model, part.folder / first.name
+    saved = read_config(workdir) if (workdir / "config.json").exists() else {}
     tokens = config.batch_size * config.model.context
     about = {
         "date": f"{datetime.date.today():%-d %B %Y}",
         "training": f"{config.steps:,} steps of {tokens:,} tokens: {config.steps * tokens:,} a run, "
         f"{len(part.protocol.seeds)} seeds, learning rates {', '.join(f'{rate:g}' for rate in part.protocol.rates)}",
     }
+    if saved:
+        name, digest, size = (saved["corpus"][key] for key in ("name", "sha256", "characters"))
+        about["text"] = f"{name}, {size:,} characters, sha256 {digest}" if size else name
+        about["model"] = f"{model.num_layers} layers of {model.num_heads} heads, width {model.width}, context "
+        about["model"] += f"{model.context}; of {part.variants[0].name} {saved['parameters']:,} parameters"
     for found in measured.values():
         versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-        about |= {"machine": found["machine"], "versions": versions, "sources": f"sha256 {found['sources']}…"}
+        about |= {"machine": found["machine"], "versions": versions, "sources": f"sha256 {found['sources']}"}
     return about

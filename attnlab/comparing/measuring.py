@@ -59,7 +59,11 @@ def measured(workdirs: list[Path]) -> dict:
     runs = [loading.load(workdir) for workdir in workdirs]
     with precision.products(runs[0].config.precision):
         found = _costs(runs[0]) | _results(runs, workdirs)
-    return found | {name: getattr(provenance, name)() for name in ("machine", "versions", "sources")}
+    return found | {
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
+        "sources": provenance.sources(64),
+    }
 
 
 def _costs(run: loading.Run) -> dict:

@@ -90,8 +90,10 @@ def _notes(part: Part, rows: Sequence[Mapping], raced: Race | None) -> list[str]
     on = "text" if protocol.measure == "loss" else "sequences"
     chosen = f"s {rates}, chosen with {tuning} other seed{'s' if tuning > 1 else ''} on other {on}"
     now, more = (statistics.quantile(count, statistics.LEVEL / others) for count in (seeds, 2 * seeds))
+    false = 7 if tuning > 2 else 11
+    noise = f" No interval has the noise of that choice: up to {false} % of tables of equal variants have a verdict."
     notes = [
-        f"Learning rate{chosen if len(protocol.rates) > 1 else f' {rates}, the same for all'}.",
+        f"Learning rate{f'{chosen}.{noise}' if len(protocol.rates) > 1 else f' {rates}, the same for all.'}",
         f"The interval of a difference is ± {now:.1f} standard errors, for {seeds} seeds and as many as {others} "
         f"differences; {2 * seeds} seeds make it ± {more:.1f}. Curves are means, with the range of the seeds.",
     ]
@@ -114,7 +116,11 @@ def _notes(part: Part, rows: Sequence[Mapping], raced: Race | None) -> list[str]
 def remarks(part: Part, rows: Sequence[Mapping]) -> list[str]:
     """Sentences on what went wrong, or may."""
     edge = f"its best learning rate is at the edge after {part.protocol.extensions} extensions: allow more"
-    notes = []
+    notes, horizon = [], rows[0]["tokens_per_parameter"]
+    if horizon and horizon < table.EARLY:
+        notes.append(
+            f"Early: below {table.EARLY} tokens a parameter, here {horizon:.2g}, rankings may change with more."
+        )
     for row in rows:
         name = row["variant"]
         notes += [f"{name}: {edge}, with --extensions."] * row["learning_rate_at_edge"]
@@ -142,16 +148,18 @@ def _sentence(row: Mapping, start: Mapping, measure: str) -> str:
     if verdict == table.UNTRAINED:
         answers = f"they answer {row[measure]:.3f} and {start[measure]:.3f} rightly, a blind guess {row['blind']:.3f}"
         return f"{name} and {first} are not trained far enough to compare: {answers} ({count})."
+    horizon, after = start["tokens_per_parameter"], "after as many tokens"
+    after += f", {horizon:.2g} a parameter" if horizon else ""
     evidence = f"{count}" if p is None else f"p {'' if p < 0.001 else '= '}{table.p_value(p)}, {count}"
     evidence += "; rate at the edge" * bool(row["rates_at_edge"])
     if verdict == statistics.OPEN:
         needed = row["difference_seeds_needed"] and table.seeds_needed(row).replace(" (", " seeds (")
         evidence += f"; {needed} would decide it" if needed else ""
         by = minus(f"{difference:+.{digits}f}{around}{unit}")
-        text = f"{name} and {first} are not told apart after as many tokens: {by} ({evidence})"
+        text = f"{name} and {first} are not told apart {after}: {by} ({evidence})"
     else:
         by = f"{abs(difference):.{digits}f}{around}{unit}"
-        text = f"{name} is {verdict} than {first} by {by} after as many tokens ({evidence})"
+        text = f"{name} is {verdict} than {first} by {by} {after} ({evidence})"
     later = row["verdict_at_equal_time"] if measure == "loss" else None
     if later in ("better", "worse", statistics.OPEN):
         text += f", {'also' if later == verdict else f'but {later}'} after as many seconds"

@@ -30,6 +30,7 @@ COSTS = {
     "state": "decode_state_bytes_1x",
 }
 LENGTHS = {"loss": (1, 2, 4), "accuracy": (1, 2, 4, 8)}  # over the training's, at which a measure is recorded
+EARLY = 5  # tokens a parameter: about 20 are where a model of its size is best (Hoffmann et al. 2022)
 UNTRAINED = "not trained far enough"
 
 
@@ -45,6 +46,7 @@ class VariantResults(NamedTuple):
       edge: whether the learning rate of this variant, or of the first, is at an edge of those that were tried.
       at_time: losses after as many seconds, by seed, and the verdict on these.
       blind: the accuracy of the best guess; None of a text.
+      tokens: that each run trains on.
       measured: by column.
       speeds: tokens per second in each round of the race, by column.
     """
@@ -61,6 +63,7 @@ class VariantResults(NamedTuple):
     edge: bool
     at_time: tuple[np.ndarray, str | None]
     blind: float | None
+    tokens: int
     measured: Mapping[str, Any]
     speeds: Mapping[str, Sequence[float]]
 
@@ -103,6 +106,7 @@ def results(
             edge=rates[variant.name].at_edge or rates[variants[0].name].at_edge,
             at_time=(at_time[n], in_time[n]),
             blind=blind,
+            tokens=config.steps * config.batch_size * config.model.context,
             measured=measured.get(variant.name, {}),
             speeds=raced[n],
         )
@@ -280,6 +284,13 @@ def _measurements(measure: str) -> list[Column]:
 
     return [
         *(Column(key, title, of_file(key), format=format, help=help) for key, title, format, help in measured),
+        Column(
+            "tokens_per_parameter",
+            "tokens/parameter",
+            lambda of: of.tokens / of.measured["parameters"] if "parameters" in of.measured else None,
+            format=".2g",
+            help=f"Of training. Below {EARLY} rankings may change with more.",
+        ),
         *_speeds(),
         Column(
             "conforms",

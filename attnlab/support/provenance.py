@@ -35,9 +35,9 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()}
 
 
-def sources() -> str:
-    """Eight hex digits of the sha256 of attnlab's own Python files."""
+def sources(digits: int = 8) -> str:
+    """The first hex digits of the sha256 of attnlab's own Python files; it has 64."""
     found = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         found.update(file.read_bytes())
-    return found.hexdigest()[:8]
+    return found.hexdigest()[:digits]

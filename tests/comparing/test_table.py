@@ -195,16 +195,19 @@ def test_table_comes_back_as_it_was(whole, tmp_path):
 def test_sentence_says_by_how_much_on_what_evidence_and_whether_time_agrees():
     row = {"variant": "b", "seeds": 5, "pairs": 5, "diverged": 0}
     row |= {"difference_loss": -0.1724, "difference_loss_interval": 0.0049}
+    start = {"variant": "a", "tokens_per_parameter": None}
     row |= {"difference_p": 2e-5, "verdict": "better", "verdict_at_equal_time": "worse", "rates_at_edge": False}
-    assert report.sentences([{"variant": "a"}, row], "loss") == [
+    assert report.sentences([start, row], "loss") == [
         "b is better than a by 0.1724 ± 0.0049 nats after as many tokens (p < 0.001, five seeds), but worse after as "
         "many seconds."
     ]
     untimed = row | {"verdict_at_equal_time": None}
-    assert report.sentences([{"variant": "a"}, untimed], "loss")[0].endswith("five seeds).")
+    assert report.sentences([start, untimed], "loss")[0].endswith("five seeds).")
+    start["tokens_per_parameter"] = 0.4812
+    assert "nats after as many tokens, 0.48 a parameter (p" in report.sentences([start, row], "loss")[0]
     row |= {"verdict": "not told apart", "difference_p": 0.31, "difference_seeds_needed": 24}
     row |= {"difference_seeds_needed_low": 9, "difference_seeds_needed_high": 1000}
-    (text,) = report.sentences([{"variant": "a"}, row], "loss")
+    (text,) = report.sentences([start, row], "loss")
     assert "are not told apart" in text and "p = 0.31, five seeds; 24 seeds (9 to ≥ 1,000) would decide" in text
 
 
