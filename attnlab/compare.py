@@ -6,7 +6,7 @@
     attnlab compare --config=compare_tasks --tasks=recall,parity,copy
     attnlab compare --config=replicate_state_tracking
 
-Each variant's learning rate is chosen on the first half of the held-out text, with a seed that is not used again; where
+Each variant's learning rate is chosen on the first half of the held-out text, with seeds that are not used again; where
 the best one is the lowest or highest, one more is tried beyond it, --extensions times at most. The table has the losses
 on the second half, over other seeds, with their 95 % intervals, and paired differences from the first variant: better,
 worse, or not told apart, corrected for the number of variants. All runs see the same number of tokens, and runs of one
@@ -88,7 +88,7 @@ def _main(values, argv: list[str]) -> int:
         raise UserError(f"--learning_rates={','.join(values.learning_rates)}: expected numbers") from error
     runner = training_runs.checked(values.jobs, values.together)
     arguments = {name: values[name].value for name in ("extensions", "seeds", "match", "match_length")}
-    arguments["tuning_seeds"] = values.tuning_seeds or comparison.default_tuning_seeds(values.together)
+    arguments["tuning_seeds"] = values.tuning_seeds or comparison.default_tuning_seeds(values.together, values.jobs)
     arguments |= {"learning_rates": rates, "tasks": values.tasks, "published": published}
     arguments["known_tasks"] = experiments.dictionary(file, "TASKS")
     folder = Path(values.workdir or f"runs/{name}-comparison")

@@ -226,12 +226,14 @@ def test_comparison_of_other_steps_needs_another_folder(finished, capsys):
 
 
 @pytest.mark.parametrize(
-    ("together", "backend", "seeds"), [("auto", "cpu", 1), ("auto", "gpu", 3), (5, "cpu", 3), ("1", "gpu", 1)]
+    ("together", "jobs", "backend", "seeds"),
+    [("auto", 0, "cpu", 1), ("auto", 0, "gpu", 3), (5, 1, None, 3), ("1", 0, None, 1), ("auto", 1, None, 1)],
 )
-def test_rates_are_chosen_on_three_seeds_where_runs_go_together(monkeypatch, together, backend, seeds):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+def test_rates_are_chosen_on_three_seeds_where_runs_go_together(monkeypatch, together, jobs, backend, seeds):
+    """A process that starts others asks for no device: None is no answer of JAX."""
+    monkeypatch.setattr(jax, "default_backend", lambda: {"cpu": "cpu", "gpu": "gpu"}[backend])
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert comparison.default_tuning_seeds(together) == seeds
+    assert comparison.default_tuning_seeds(together, jobs) == seeds
 
 
 @pytest.mark.parametrize(
@@ -241,13 +243,15 @@ def test_rates_are_chosen_on_three_seeds_where_runs_go_together(monkeypatch, tog
 def test_learning_rates_at_an_edge_are_extended_within_a_budget(
     tmp_path, monkeypatch, capsys, best, extensions, tried, verdict
 ):
+    saved = {"vocab_size": 65, "parameters": 7, "corpus": {"name": "text", "sha256": "0", "characters": 9}}
+
     def trained(runner, points, finished, folder):
         for point in points:
             rate, window = point.config.optimizer.learning_rate, point.config.model.layers[0].window
             loss = np.log10(rate / (best if window == 4 else 1e-2)) ** 2 + (window == 4)
             loss += (window or 4) * (point.config.seed % 3) ** 2 / 100 + (window == 16) / 50
             (folder / point.name).mkdir()
-            (folder / point.name / "config.json").write_text(configs.to_json(point.config, vocab_size=65))
+            (folder / point.name / "config.json").write_text(configs.to_json(point.config, **saved))
             last = {"step": 12, "split": "final", "loss": loss, "params_sha256": point.name}
             (folder / point.name / "metrics.jsonl").write_text(json.dumps(last) + "\n")
         return {}
@@ -264,7 +268,7 @@ def test_learning_rates_at_an_edge_are_extended_within_a_budget(
     assert cells["verdict"] == verdict and found.rows[1]["learning_rate"] == tried[-2 + ("edge" in verdict)]
     out, needed = capsys.readouterr().out, [row["difference_seeds_needed"] for row in found.rows[2:]]
     assert len({*needed}) == 2
-    assert ("--extensions" in out) == ("edge" in verdict) and f"compare(…, seeds={max(needed)})" in out
+    assert ("--extensions" in out) == ("edge" in verdict) and f"seeds={max(needed)}, learning_rates=" in out
 
 
 def test_function_goes_on_where_the_command_was(finished, monkeypatch, capsys):

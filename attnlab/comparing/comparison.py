@@ -194,14 +194,14 @@ def compare(
             f"attnlab.comparing.compare({first!r}, {dict(variants)!r}, workdir={str(workdir)!r}, seeds={seeds}{chosen})"
         )
 
-    arguments |= {"tuning_seeds": tuning_seeds or default_tuning_seeds(together), "match": match or "none"}
+    arguments |= {"tuning_seeds": tuning_seeds or default_tuning_seeds(together, jobs), "match": match or "none"}
     found = parts(base, fields, variants, Path(workdir), seeds=seeds, **arguments)
     return run(found, Path(workdir), check=check, command=command, **options)
 
 
-def default_tuning_seeds(together: int | str) -> int:
+def default_tuning_seeds(together: int | str, jobs: int) -> int:
     """Three where several runs are trained as one program, which cost little more than one; else one."""
-    return 3 if training_runs.go_together(together) else 1
+    return 3 if training_runs.go_together(together, jobs) else 1
 
 
 def run(
@@ -371,7 +371,7 @@ def _compare(part: Part, runner: training_runs.Runner, command: Callable[[int], 
     paths.write_text(folder / table.TEXT, whole.shown().markdown(found.sentences, found.notes))
     print("\n".join([*found.sentences, "", str(found.table), "", *report.remarks(part, whole.rows)]))
     if found.command:
-        print(f"To decide what is open: {found.command}")
+        print(f"To settle what is open: {found.command}")
     print(f"All columns are in {folder / table.TABLE} and {table.TEXT}, with notes on how to read them.")
     sections = [found, *_replicate(part, final, measured)]
     workdirs = {name: [folder / point.name for point in points] for name, points in final.items()}
@@ -389,9 +389,7 @@ def _tune(part: Part, runner: training_runs.Runner) -> tuple[dict[str, Rate], di
         failed |= _train(new, folder, runner)
         ended |= {point.name for point in new}
         rates |= {each.name: protocols.chosen_rate(protocol, each, of, folder) for each, of in tried.items()}
-        has_run = {point.values["variant"] for point in points if point.name not in failed}
-        at_edge = [each for each in tried if rates[each.name].at_edge and each.name in has_run]
-        tried = {each: rates[each.name].extended() for each in at_edge}
+        tried = {each: rates[each.name].extended() for each in tried if rates[each.name].at_edge}
     return rates, failed
 
 

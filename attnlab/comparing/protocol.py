@@ -27,7 +27,7 @@ class Rate(NamedTuple):
 
     Attributes:
       chosen: with the lowest mean loss over the tuning seeds.
-      tried: all, ascending.
+      tried: all that have a loss, ascending.
     """
 
     chosen: float
@@ -41,7 +41,9 @@ class Rate(NamedTuple):
     def extended(self) -> tuple[float, ...]:
         """The rates with one more beyond the edge, as far from it as its neighbour."""
         edge, neighbour = self.tried[:2] if self.chosen == self.tried[0] else self.tried[:-3:-1]
-        return tuple(sorted({*self.tried, float(f"{edge * edge / neighbour:.2g}")}))
+        beyond = edge * edge / neighbour
+        rounded = (float(f"{beyond:.{digits}g}") for digits in range(2, 18))
+        return tuple(sorted({*self.tried, next(x for x in rounded if (x < edge) == (beyond < edge) and x != edge)}))
 
 
 class Protocol(NamedTuple):
@@ -133,8 +135,8 @@ def chosen_rate(protocol: Protocol, variant: Variant, rates: Sequence[float], fo
     losses: dict[float, list[float]] = {rate: [] for rate in rates}
     for point in protocol.tuning(variant, rates):
         losses[point.values["learning_rate"]].append(result(folder / point.name))
-    means = {rate: float(np.mean(values)) for rate, values in losses.items()}
-    return Rate(min(means, key=lambda rate: (math.isnan(means[rate]), means[rate])), tuple(rates))
+    means = {rate: mean for rate, values in losses.items() if not math.isnan(mean := float(np.mean(values)))}
+    return Rate(min(means, key=means.get, default=rates[0]), tuple(means))
 
 
 def curve(workdir: Path, tokens_per_second: float = math.nan) -> np.ndarray:

@@ -71,11 +71,12 @@ def section(
     }
     flops = {row["variant"]: row["flops_per_token_train"] for row in rows}
     timed = measure == "loss" and raced is not None
-    needed = [row["difference_seeds_needed"] for row in rows if row["difference_seeds_needed"]]
+    needed = [row["difference_seeds_needed"] or 0 for row in rows]
+    needed = max((count for count in needed if count < statistics.MOST_SEEDS), default=0)
     return page.Section(
         part.name or "text",
         sentences(rows, measure),
-        command(max(needed)) if needed and max(needed) < statistics.MOST_SEEDS else "",
+        command(needed) if needed else "",
         whole.only("variant", *version, *answer),
         [*_learning(curves, flops, timed), *_against_state(rows, measure), *_against_length(measured)],
         _notes(part, rows, raced),
@@ -87,6 +88,8 @@ def _notes(part: Part, rows: Sequence[Mapping], raced: Race | None) -> list[str]
     """How to read the table, beside what its columns say, and `remarks`."""
     protocol, seeds, others = part.protocol, len(part.protocol.seeds), len(rows) - 1
     rates, tuning = ", ".join(f"{rate:g}" for rate in protocol.rates), len(protocol.tuning_seeds)
+    extended = any(row["learning_rates_tried"] != " ".join(map("{:g}".format, protocol.rates)) for row in rows)
+    rates += ", and more where the best one was the lowest or highest" if extended else ""
     on = "text" if protocol.measure == "loss" else "sequences"
     chosen = f"s {rates}, chosen with {tuning} other seed{'s' if tuning > 1 else ''} on other {on}"
     now, more = (statistics.quantile(count, statistics.LEVEL / others) for count in (seeds, 2 * seeds))
@@ -115,7 +118,9 @@ def _notes(part: Part, rows: Sequence[Mapping], raced: Race | None) -> list[str]
 
 def remarks(part: Part, rows: Sequence[Mapping]) -> list[str]:
     """Sentences on what went wrong, or may."""
-    edge = f"its best learning rate is at the edge after {part.protocol.extensions} extensions: allow more"
+    edge = (
+        f"its best learning rate is still the lowest or highest after {part.protocol.extensions} extensions: allow more"
+    )
     notes, horizon = [], rows[0]["tokens_per_parameter"]
     if horizon and horizon < table.EARLY:
         notes.append(
@@ -126,8 +131,8 @@ def remarks(part: Part, rows: Sequence[Mapping]) -> list[str]:
         notes += [f"{name}: {edge}, with --extensions."] * row["learning_rate_at_edge"]
         notes += [f"{name}: its operators do not conform."] * (row["conforms"] is False)
         notes += [f"{name}: no width makes its size equal to the first variant's within 5 %."] * (not row["comparable"])
-        notes += [f"{name}: {row['diverged']} diverged, with the loss of chance."] * (row["diverged"] > 0)
-        notes += [f"{name}: {row['failed']} failed, and no part of the means."] * (row["failed"] > 0)
+        notes += [f"{name}: {row['diverged']} runs diverged; each counts at chance level."] * (row["diverged"] > 0)
+        notes += [f"{name}: {row['failed']} runs failed, and are left out of the means."] * (row["failed"] > 0)
     return notes
 
 
@@ -146,7 +151,7 @@ def _sentence(row: Mapping, start: Mapping, measure: str) -> str:
     digits, unit = decimals(half or difference, 4), " nats" if measure == "loss" else ""
     around = f" ± {half:.{digits}f}" if half is not None else ""
     if verdict == table.UNTRAINED:
-        answers = f"they answer {row[measure]:.3f} and {start[measure]:.3f} rightly, a blind guess {row['blind']:.3f}"
+        answers = f"accuracies {row[measure]:.3f} and {start[measure]:.3f}, of a blind guess {row['blind']:.3f}"
         return f"{name} and {first} are not trained far enough to compare: {answers} ({count})."
     horizon, after = start["tokens_per_parameter"], "after as many tokens"
     after += f", {horizon:.2g} a parameter" if horizon else ""

@@ -145,7 +145,7 @@ def _answer(measure: str, over: str, joint: str) -> list[Column]:
     unit, _ = MEASURES[measure]
     return [
         Column("variant", "variant", lambda of: of.variant.name),
-        Column("version", "version", lambda of: of.version, help="Six digits of what the code of a layer computes."),
+        Column("version", "version", lambda of: of.version, help="Six hex digits of a hash of the program of a layer."),
         Column(
             "verdict",
             "verdict",
@@ -208,7 +208,7 @@ def _certainty(unit: str) -> list[Column]:
             when_open(lambda found: _number(found.detectable)),
             unit,
             ".4f",
-            "The smallest difference that these seeds show with probability 80 %.",
+            "The smallest difference that these seeds would detect with 80 % power.",
         ),
         Column(
             "difference_seeds_needed",
@@ -248,6 +248,7 @@ def _training(over: str) -> list[Column]:
             format=lambda row: f"{row['learning_rate']:.3g}" + " (edge)" * row["learning_rate_at_edge"],
             help="The best on the first half of the held-out text, with seeds that are not used again.",
         ),
+        Column("learning_rates_tried", "", lambda of: " ".join(map("{:g}".format, of.rate.tried)), help="With a loss."),
         Column(
             "learning_rate_at_edge",
             "",
@@ -268,7 +269,7 @@ def _training(over: str) -> list[Column]:
 def _measurements(measure: str) -> list[Column]:
     measured = [
         *((f"{measure}_{times}x", *_at_length(measure, times)) for times in LENGTHS[measure]),
-        ("parameters", "parameters", "", "Counted."),
+        ("parameters", "parameters", "", "The number of parameters."),
         ("flops_per_token_train", "FLOPs/token", "", "Of training, counted from the traced program."),
         ("flops_per_token_decode", "", "", "Of decoding with a full context."),
         ("peak_memory_bytes", "peak bytes", "", "Of a training step, as the compiler allots them."),
@@ -315,7 +316,7 @@ def _at_length(measure: str, times: int) -> tuple[str, str, str]:
     if times == 1:
         return "", ".4f", "At positions within the context."
     if measure == "loss":
-        return f"loss to {times}×", ".4f", f"At positions up to {times} times the context, from half of that."
+        return f"loss to {times}×", ".4f", f"At positions between {times // 2} and {times} contexts."
     return f"accuracy at {times}×", ".4f", f"In the second half of sequences {times} times as long."
 
 
@@ -390,7 +391,7 @@ def read(folder: str | Path) -> list[dict[str, Any]]:
 def _value(name: str, text: str | None):
     if not text:
         return None
-    if name in ("variant", "version") or name.startswith("verdict"):
+    if name in ("variant", "version", "learning_rates_tried") or name.startswith("verdict"):
         return text
     if text in ("True", "False"):
         return text == "True"

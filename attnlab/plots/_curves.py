@@ -116,6 +116,7 @@ def runs(
     *,
     y: str = "loss (nats per token)",
     groups: Mapping[str, str] | None = None,
+    colors: Mapping[str, str] | None = None,
 ) -> Figure:
     """Losses of runs over steps: validation as points on a line, training behind them in the same colour.
 
@@ -127,6 +128,7 @@ def runs(
       title: the finding.
       y: label of the loss axis.
       groups: group by the run's name, both as in `attnlab.metrics`; a run without a group is drawn alone.
+      colors: by the name of a run or group; by default of `COLORS`.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -137,7 +139,7 @@ def runs(
     columns, members, series = metrics(workdirs), {}, {}
     for name in dict.fromkeys(columns["run"]):
         members.setdefault((groups or {}).get(name, name), []).append(name)
-    colors = dict(zip(members, _style.distinct(len(members))))
+    colors = dict(zip(members, _style.distinct(len(members)))) | dict(colors or {})
     size = 6.4 + 0.066 * max(map(len, members)), max(4, 0.8 + 0.14 * len(members))  # inches, with room for the names
     with plt.rc_context(_style.STYLE):
         figure, axes = plt.subplots(figsize=size)

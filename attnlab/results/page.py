@@ -79,7 +79,9 @@ def fragment(section: Section) -> str:
 
 def _answer(section: Section) -> str:
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in section.sentences)
-    command = f'<p class="soft">To decide it: <code>{escape(section.command)}</code></p>' if section.command else ""
+    command = (
+        f'<p class="soft">To settle what is open: <code>{escape(section.command)}</code></p>' if section.command else ""
+    )
     return f'<div class="answer">{sentences}{command}</div>'
 
 

@@ -44,7 +44,7 @@ class Column(NamedTuple):
         if is_missing(value):
             return self.empty
         if callable(self.format):
-            return minus(self.format(row))
+            return self.format(row)
         if isinstance(value, bool):
             return "yes" if value else "no"
         return value if isinstance(value, str) else minus(format(value, self.format) if self.format else number(value))
@@ -138,7 +138,7 @@ def with_interval(
     def text(row: Mapping[str, Any]) -> str:
         value, half = row[key], row[f"{key}_interval"]
         digits = decimals(half, 4)
-        return f"{value:{sign}.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+        return minus(f"{value:{sign}.{digits}f}") + ("" if half is None else f" ± {half:.{digits}f}")
 
     return [
         Column(key, title, part(0), unit, text, help),
@@ -157,8 +157,8 @@ def number(value: int | float) -> str:
 
 
 def minus(text: str) -> str:
-    """A number's text with a true minus."""
-    return text.replace("-", "−")
+    """A number's text with a true minus, but in its exponent, so that flags take it."""
+    return re.sub(r"(?<!e)-", "−", text)
 
 
 def is_missing(value) -> bool:

@@ -35,8 +35,12 @@ def report(points: list[grid.Point], folder: Path, failed: Mapping[str, str]) ->
     """Print and write the tables of runs, and the page; returns the table of the runs."""
     groups, of_runs = group_of(points), table(points, folder, failed)
     of_groups = group_table(groups, points, of_runs.rows)
-    for printed in filter(None, (of_runs, of_groups)):
-        print(printed._replace(columns=[each for each in printed.columns if each.key not in ("run", "group", "error")]))
+    printed = [
+        str(each._replace(columns=[column for column in each.columns if column.key not in ("run", "group", "error")]))
+        for each in (of_runs, of_groups)
+        if each
+    ]
+    print("\n\n".join(printed))
     _write(of_runs, of_groups, groups, folder)
     return of_runs.rows
 
@@ -45,13 +49,15 @@ def table(points: list[grid.Point], folder: Path, failed: Mapping[str, str]) -> 
     """A row for each run, by its final loss; failed runs come last."""
     rows = [
         {"run": point.name}
-        | point.values
         | dict.fromkeys(column.key for column in SCORES)
+        | point.values
         | ({} if point.name in failed else _scores(folder / point.name))
         | {"error": failed.get(point.name, "")}
         for point in points
     ]
-    columns = [Column("run", "run"), *_fields(points[0].values), *SCORES, Column("error", "error", usual="")]
+    names = points[0].values
+    scores = [column for column in SCORES if column.key not in names]  # the field "steps"
+    columns = [Column("run", "run"), *_fields(names), *scores, Column("error", "error", usual="")]
     return Table(columns, sorted(rows, key=lambda row: (bool(row["error"]), row["loss"] or 0.0)))
 
 
@@ -112,19 +118,23 @@ def _write(of_runs: Table, of_groups: Table | None, groups: dict[str, str], fold
     shown = [workdir for workdir in shown if (workdir / "metrics.jsonl").exists()]
     title = "Validation loss: mean over seeds, and each seed" if of_groups else "Loss of each run"
 
-    def draw(title: str):
+    def draw(title: str, colors: Mapping[str, str]):
         from attnlab import plots  # needs matplotlib
 
-        return plots.runs(shown, title, groups=groups)
+        return plots.runs(shown, title, groups=groups, colors=colors)
 
     if shown:
         try:
-            paths.write_figure(folder / PLOT, draw(title))
+            paths.write_figure(folder / PLOT, draw(title, {}))
             written[PLOT] = of_runs
         except UserError as error:  # without matplotlib
             print(error)
     ends = ", ".join(f"{row['run']} {row['loss']:.4g}" for row in of_runs.rows if row["loss"] is not None)
-    figures = [Figure(title, f"Loss over steps. At the end: {ends}.", lambda _: draw(""))] if PLOT in written else []
+    figures = (
+        [Figure(title, f"Loss over steps. At the end: {ends}.", lambda colors: draw("", colors))]
+        if PLOT in written
+        else []
+    )
     folded = {"All runs": of_runs.shown()} if of_groups else {}
     section = page.Section("Runs", table=(of_groups or of_runs).shown(), figures=figures, folded=folded)
     about = {"machine": provenance.machine()}

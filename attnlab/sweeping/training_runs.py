@@ -2,11 +2,14 @@
 
 import contextlib
 import functools
+import importlib.util
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +43,19 @@ def checked(jobs: int, together_: int | str) -> dict[str, Any]:
     return {"jobs": jobs, "together": value}
 
 
-def go_together(together_: int | str) -> bool:
-    """Whether runs of one program are trained as one."""
-    return together.by_default() if str(together_) == together.AUTO else int(together_) > 1
+def go_together(together_: int | str, jobs: int) -> bool:
+    """Whether runs of one program are trained as one, by so many processes, or by this one for 0.
+
+    A process that starts other ones leaves the accelerator to them: a process of its own asks for it.
+    """
+    if str(together_) != together.AUTO:
+        return int(together_) > 1
+    if not jobs:
+        return together.by_default()
+    if not metadata.entry_points(group="jax_plugins") and importlib.util.find_spec("libtpu") is None:
+        return False  # JAX computes on CPUs
+    words = [sys.executable, "-P", "-c", f"from {together.__name__} import by_default; print(by_default())"]
+    return subprocess.run(words, capture_output=True, text=True).stdout.split()[-1:] == ["True"]
 
 
 @contextlib.contextmanager
@@ -75,7 +88,7 @@ class Runner:
         self._print = functools.partial(print, file=sys.stdout, flush=True)  # also while the output of runs is in logs
 
     def expect(self, more: int) -> None:
-        """More runs than were known."""
+        """Add runs to the expected total."""
         self._total += more
 
     def train(self, points: Sequence[Point], finished: set[str], folder: Path) -> dict[str, str]:

@@ -113,6 +113,16 @@ def test_learning_rate_is_that_of_the_lowest_loss_and_is_extended_beyond_an_edge
     assert (found.chosen, found.at_edge) == (rate, extended is not None)
     assert extended is None or found.extended() == extended
     assert not Rate(1e-2, (1e-2,)).at_edge  # the user's only one
+    assert Rate(0.01, (0.01, 0.0101)).extended()[0] < 0.01  # however near its neighbour is
+
+
+def test_rate_whose_runs_failed_bounds_no_grid(tmp_path):
+    for point, loss in zip(PROTOCOL.tuning(VARIANTS[0]), [3.0, 2.0]):
+        run(tmp_path / point.name, final(loss))
+    found = protocol.chosen_rate(PROTOCOL, VARIANTS[0], PROTOCOL.rates, tmp_path)
+    assert (found.chosen, found.tried, found.at_edge) == (1e-2, (1e-3, 1e-2), True)
+    none = protocol.chosen_rate(PROTOCOL, VARIANTS[0], PROTOCOL.rates, tmp_path / "none")
+    assert (none.chosen, none.tried, none.at_edge) == (1e-3, (), False)
 
 
 def rows_of(protocol, folder, measured, speeds):
@@ -181,7 +191,7 @@ def test_accuracies_no_better_than_a_blind_guess_have_no_verdict(tmp_path, accur
     rows = rows_of(tasks, tmp_path, {}, {}).rows
     assert (rows[1]["verdict"], rows[1]["blind"]) == (verdict, 1 / 8)
     (sentence,) = report.sentences(rows, "accuracy")
-    untrained = "two and one are not trained far enough to compare: they answer 0.050 and 0.110 rightly, a blind guess "
+    untrained = "two and one are not trained far enough to compare: accuracies 0.050 and 0.110, of a blind guess "
     assert sentence.startswith(untrained + "0.125" if "enough" in verdict else f"two is {verdict} than one by 0.")
 
 

@@ -69,7 +69,14 @@ def test_names_are_shown_as_text_wherever_they_are(tmp_path):
 
 def test_page_begins_with_the_answer_and_ends_with_what_it_is_of(tmp_path):
     text = re.sub(" +", " ", shown(written(tmp_path).partition("<main>")[2]))
-    parts = ("A title", "alibi is better.", "To decide it: again", "All columns", "By the interval.", "two cores")
+    parts = (
+        "A title",
+        "alibi is better.",
+        "To settle what is open: again",
+        "All columns",
+        "By the interval.",
+        "two cores",
+    )
     found = [text.rindex(part) for part in parts]
     assert found == sorted(found)
 

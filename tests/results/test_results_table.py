@@ -36,6 +36,11 @@ def test_mean_has_the_digits_of_its_interval(mean, half, text):
     assert Table.of(with_interval("x", "x", lambda of: of, "", "+"), [(mean, half)]).cells()[0][0] == text
 
 
+def test_minus_is_typographic_but_in_exponents_and_texts():
+    columns = [Column("x", "x", format=".3g"), Column("path", "path", format=lambda row: row["path"])]
+    assert Table(columns, [{"x": -1e-5, "path": "a-b"}]).cells() == [["−1e-05", "a-b"]]
+
+
 def test_terminal_table_folds_words_and_no_intervals():
     table = Table.of(COLUMNS, SUBJECTS[:1]).shown()
     assert len(table.text(width=200).splitlines()) == 2
