@@ -208,6 +208,7 @@ def test_published_result_at_a_length_is_compared_with_chance_for_a_diverged_run
     ("options", "message"),
     [
         ({"seeds": 1}, "seeds = 1"),
+        ({"tuning_seeds": 0}, "tuning_seeds = 0: expected 1 to 1000"),
         ({"match": "size"}, "match = 'size'"),
         ({"together": 0}, "together = 0: expected"),
         ({"jobs": -1}, "jobs = -1: expected"),

@@ -185,7 +185,7 @@ def compare(
     arguments = {"tuning_seeds": tuning_seeds, "learning_rates": learning_rates, "extensions": extensions}
     arguments |= {"tasks": tasks, "match": match, "match_length": match_length}
     usual = inspect.signature(compare).parameters
-    chosen = "".join(f", {name}={x!r}" for name, x in arguments.items() if x != usual[name].default)
+    chosen = "".join(f", {name}={x!r}" for name, x in arguments.items() if repr(x) != repr(usual[name].default))
     base, fields = _given(config)
     first = config if isinstance(config, str) else configs.words(base, RunConfig())
 
@@ -194,7 +194,9 @@ def compare(
             f"attnlab.comparing.compare({first!r}, {dict(variants)!r}, workdir={str(workdir)!r}, seeds={seeds}{chosen})"
         )
 
-    arguments |= {"tuning_seeds": tuning_seeds or default_tuning_seeds(together, jobs), "match": match or "none"}
+    if tuning_seeds is None:
+        arguments["tuning_seeds"] = default_tuning_seeds(together, jobs)
+    arguments["match"] = match or "none"
     found = parts(base, fields, variants, Path(workdir), seeds=seeds, **arguments)
     return run(found, Path(workdir), check=check, command=command, **options)
 

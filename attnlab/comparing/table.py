@@ -314,7 +314,11 @@ def _measurements(measure: str) -> list[Column]:
 def _at_length(measure: str, times: int) -> tuple[str, str, str]:
     """Title, format and help of a measure beyond the context."""
     if times == 1:
-        return "", ".4f", "At positions within the context."
+        return (
+            "",
+            ".4f",
+            "Within the context." if measure == "loss" else "In the second half of sequences of the context.",
+        )
     if measure == "loss":
         return f"loss to {times}×", ".4f", f"At positions between {times // 2} and {times} contexts."
     return f"accuracy at {times}×", ".4f", f"In the second half of sequences {times} times as long."
