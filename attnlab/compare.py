@@ -61,7 +61,7 @@ def _define(values, argv) -> None:
     whole("seeds", 5, "seeds of each variant, from config.seed on", 2, flag_values=values)
     meaning = "other seeds, on which the learning rate is chosen; by default 3 where runs are trained together, else 1"
     whole("tuning_seeds", None, meaning, 1, flag_values=values)
-    meaning = "size that all variants have in common, by a change of width"
+    meaning = "size that all variants have in common, by the width of feed-forward layers, for a state of the model"
     flags.DEFINE_enum("match", "none", ["none", *SIZES], meaning, flag_values=values)
     meaning = "length of the text whose decoding state --match=state compares; by default the context"
     whole("match_length", None, meaning, 1, flag_values=values)

@@ -169,6 +169,9 @@ def test_parts_of_a_comparison_have_folders_and_one_page(finished):
     assert "state that decoding" not in page  # which all variants have in equal size
     costs = {row["flops_per_token_train"] for row in comparing.read(part_of(folder, "text"))}
     assert ("Loss over FLOPs" in page) == (len(costs) > 1)
+    assert (
+        "tokens a parameter, here" in out and "Two things differ" not in out and "layers 1, heads 2, width 16" in page
+    )
     assert page.index("window ") < page.index("<table") and "attnlab compare --config" in page
     assert f"the page of all is {folder / 'comparison.html'}" in out
 

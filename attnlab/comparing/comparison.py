@@ -158,7 +158,8 @@ def compare(
       learning_rates: to choose from; by default 1/9, 1/3, 1 and 3 times the config's.
       extensions: how often a variant whose best learning rate is the lowest or highest tries one more beyond it.
       tasks: names of `TASKS`, or "task:recall pairs=4", or fields by name; each has a table.
-      match: "parameters", "flops" or "state": the size that all have in common, by a change of width.
+      match: "parameters", "flops" or "state": the size that all have in common, by the width of feed-forward layers, or
+        for the state of the model.
       match_length: of the text whose state is matched; None for the context.
       together: how many runs of one program are trained as one; "auto": all on a GPU, one on CPUs.
       jobs: processes at a time; 0 trains in this one, which values that live in it alone need.
@@ -437,7 +438,7 @@ def _about(part: Part, final, measured: Mapping[str, Mapping]) -> dict[str, str]
     if saved:
         name, digest, size = (saved["corpus"][key] for key in ("name", "sha256", "characters"))
         about["text"] = f"{name}, {size:,} characters, sha256 {digest}" if size else name
-        about["model"] = f"{model.num_layers} layers of {model.num_heads} heads, width {model.width}, context "
+        about["model"] = f"layers {model.num_layers}, heads {model.num_heads}, width {model.width}, context "
         about["model"] += f"{model.context}; of {part.variants[0].name} {saved['parameters']:,} parameters"
     for found in measured.values():
         versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())

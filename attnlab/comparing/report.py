@@ -126,11 +126,17 @@ def remarks(part: Part, rows: Sequence[Mapping]) -> list[str]:
         notes.append(
             f"Early: below {table.EARLY} tokens a parameter, here {horizon:.2g}, rankings may change with more."
         )
+    models = {variant.name: part.config_of(variant).model for variant in part.variants}
+    first, *others = models
+    layers, positions = models[first].layers, models[first].position_encoding
+    both = [name for name in others if models[name].layers != layers and models[name].position_encoding != positions]
+    if both:
+        notes.append(f"Two things differ from {first}, layers and positions ({positions}), in {', '.join(both)}.")
     for row in rows:
         name = row["variant"]
         notes += [f"{name}: {edge}, with --extensions."] * row["learning_rate_at_edge"]
         notes += [f"{name}: its operators do not conform."] * (row["conforms"] is False)
-        notes += [f"{name}: no width makes its size equal to the first variant's within 5 %."] * (not row["comparable"])
+        notes += [f"{name}: no width makes it as large as the first variant."] * (not row["comparable"])
         notes += [f"{name}: {row['diverged']} runs diverged; each counts at chance level."] * (row["diverged"] > 0)
         notes += [f"{name}: {row['failed']} runs failed, and are left out of the means."] * (row["failed"] > 0)
     return notes

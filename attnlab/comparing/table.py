@@ -305,7 +305,7 @@ def _measurements(measure: str) -> list[Column]:
             "comparable",
             "comparable",
             lambda of: of.variant.comparable,
-            help="Whether the size is within 5 % of the first variant's, which was to be matched.",
+            help="Whether the size is within 2 % of the first's, which was to be matched; a state within 5 %.",
             usual=True,
         ),
     ]

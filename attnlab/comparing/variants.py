@@ -17,9 +17,9 @@ from attnlab.nn.layer import LayerConfig
 from attnlab.support.errors import ArgumentError, UserError
 from attnlab.training import flops, precision
 
-CLOSE = 0.05  # beyond which two sizes are not comparable
+CLOSE = {"parameters": 0.02, "flops": 0.02, "state": 0.05}  # beyond which two sizes are not comparable
 WIDEST = 2**20  # features of a width that is tried
-SIZES = ("parameters", "flops", "state")
+SIZES = tuple(CLOSE)
 # Which tokens are trained on and scored, with all of data.* and eval.*; and what the comparison chooses.
 SHARED = ("steps", "batch_size", "model.context", "data.", "eval.")
 CHOSEN = ("seed", "optimizer.learning_rate", "eval.part")
@@ -31,7 +31,7 @@ class Variant(NamedTuple):
     Attributes:
       name: of one line.
       apply: the config that it makes of the one that all have in common.
-      comparable: False if sizes are matched, and its size differs by more than 5 % from the first's.
+      comparable: False if sizes are matched, and its size is not within `CLOSE` of the first's.
     """
 
     name: str
@@ -155,22 +155,26 @@ def state_bytes(model: GPT, length: int | None = None) -> int:
 def matched(
     variants: Sequence[Variant], base: RunConfig, vocab_size: int, of: str, length: int | None = None
 ) -> list[Variant]:
-    """Variants whose widths make them as large as the first variant, in steps that keep heads whole.
+    """Variants that are as large as the first one, by the width of their feed-forward layers; for "state" by their own.
 
-    `length` is the number of tokens at which "state" is matched; None for the context. UserError where no width makes a
-    variant as large.
+    A model's width changes in steps that keep heads whole. `length` is the number of tokens at which "state" is
+    matched; None for the context. UserError where no width makes a variant as large.
     """
     wanted = size(variants[0].config(base), vocab_size, of, length)
     return [variants[0], *(_matched(variant, base, vocab_size, of, wanted, length) for variant in variants[1:])]
 
 
 def _matched(variant: Variant, base: RunConfig, vocab_size: int, of: str, wanted: float, length) -> Variant:
-    config = variant.config(base)
-    step = config.model.num_heads * (2 if config.model.position_encoding == "rotary" else 1)
-    width, low, high = config.model.width, step, 2 * step
+    model = variant.config(base).model
+    is_whole = of == "state"
+    step = model.num_heads * (2 if model.position_encoding == "rotary" else 1) if is_whole else 1
+    own, low, high = (model.width, step, 2 * step) if is_whole else (model.hidden, 0, 2)
+
+    def changes(width: int) -> dict:
+        return {"model.width": width} if is_whole else {"model.mlp_ratio": width / model.width}
 
     def size_at(width: int) -> float:
-        return size(config.changed({"model.width": width}), vocab_size, of, length)
+        return size(variant.config(base).changed(changes(width)), vocab_size, of, length)
 
     while (largest := size_at(high)) < wanted:
         if high > WIDEST:
@@ -183,10 +187,10 @@ def _matched(variant: Variant, base: RunConfig, vocab_size: int, of: str, wanted
         middle = (low + high) // (2 * step) * step
         low, high = (middle, high) if size_at(middle) < wanted else (low, middle)
     # Its own width comes first, for a size that does not depend on it.
-    width = min((width, low, high), key=lambda width: abs(size_at(width) - wanted))
-    close = abs(size_at(width) / wanted - 1) <= CLOSE
-    return variant._replace(apply=functools.partial(_of_width, variant.apply, width), comparable=close)
+    width = min((own, low, high), key=lambda width: abs(size_at(width) - wanted))
+    close = abs(size_at(width) / wanted - 1) <= CLOSE[of]
+    return variant._replace(apply=functools.partial(_changed, variant.apply, changes(width)), comparable=close)
 
 
-def _of_width(apply: Callable[[RunConfig], RunConfig], width: int, config: RunConfig) -> RunConfig:
-    return apply(config).changed({"model.width": width})
+def _changed(apply: Callable[[RunConfig], RunConfig], changes: dict, config: RunConfig) -> RunConfig:
+    return apply(config).changed(changes)

@@ -227,6 +227,17 @@ def test_verdict_says_where_a_learning_rate_is_at_the_edge():
     assert column.cell(row) == "better, rate at the edge" and column.cell(row | {"rates_at_edge": False}) == "better"
 
 
+def test_remark_names_variants_that_differ_in_layers_and_positions(whole, tmp_path):
+    fields = {
+        "gated": "model.layers=gated_delta",
+        "alibi": "model.positions=alibi",
+        "near": {"model.attention.window": 9},
+    }
+    part = report.Part("", tmp_path, PROTOCOL, of_values({"one": {}} | fields), "none", None)
+    remark = "Two things differ from one, layers and positions (rotary), in gated."
+    assert [text for text in report.remarks(part, whole.rows) if "differ" in text] == [remark]
+
+
 def test_folder_without_a_table_is_named(tmp_path):
     with pytest.raises(UserError, match=r"holds no table\.csv"):
         comparing.read(tmp_path)

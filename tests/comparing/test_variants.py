@@ -132,22 +132,30 @@ def test_file_without_variants_is_one_line(tmp_path, content, message):
     assert "\n" not in str(error.value)
 
 
-def test_matched_widths_are_the_nearest_that_keep_heads_whole():
-    base, of = BASE.changed({"model.width": 64, "model.num_layers": 2}), "flops"
+@pytest.mark.parametrize("of", ["parameters", "flops"])
+def test_feed_forward_layers_make_variants_as_large_at_the_same_width(of):
+    base = BASE.changed({"model.width": 64, "model.num_layers": 2})
     variants = of_values({"plain": {}, "gated": {"model.mlp": "gated"}, "shallow": {"model.num_layers": 1}})
     plain, gated, shallow = matched(variants, base, 65, of)
-    assert plain == variants[0] and gated.comparable
     wanted = size(base, 65, of)
+    assert plain == variants[0]
     for variant in (gated, shallow):
-        config = variant.config(base)
-        found, step = config.model.width, 2 * config.model.num_heads
-        assert found % step == 0 and found != 64
+        model = variant.config(base).model
+        assert variant.comparable and (model.width, model.hidden) != (64, 256) and model.width == 64
 
-        def distance(width, config=config):
-            return abs(size(config.changed({"model.width": width}), 65, of) - wanted)
+        def distance(hidden, variant=variant):
+            config = variant.config(base).changed({"model.mlp_ratio": hidden / 64})
+            return abs(size(config, 65, of) - wanted)
 
-        assert distance(found) <= min(distance(found - step), distance(found + step))
-        assert variant.comparable == (distance(found) <= 0.05 * wanted)
+        assert distance(model.hidden) <= min(distance(model.hidden - 1), distance(model.hidden + 1))
+        assert distance(model.hidden) <= 0.02 * wanted
+
+
+def test_width_makes_states_as_large_and_keeps_heads_whole():
+    base = BASE.changed({"model.width": 64, "model.num_layers": 2})
+    variants = of_values({"plain": {}, "shallow": {"model.num_layers": 1}})
+    config = matched(variants, base, 65, "state")[1].config(base)
+    assert config.model.width == 128 and size(config, 65, "state") == pytest.approx(size(base, 65, "state"), rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -162,5 +170,5 @@ def test_width_is_not_changed_where_the_state_does_not_depend_on_it(head_dim, me
 
 def test_variant_that_no_width_makes_as_large_is_not_comparable():
     base = BASE.changed({"model.width": 16, "model.num_layers": 1})
-    variants = of_values({"one": {}, "heads": {"model.num_heads": 8, "model.num_layers": 2}})
+    variants = of_values({"one": {}, "deep": {"model.num_layers": 9}})  # too large without feed-forward layers
     assert not matched(variants, base, 65, "parameters")[1].comparable
