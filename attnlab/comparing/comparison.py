@@ -1,6 +1,7 @@
 """Compare variants of a model: train each at its best learning rate over seeds, and say which is better."""
 
 import datetime
+import functools
 import inspect
 import math
 import tempfile
@@ -185,21 +186,21 @@ def compare(
     options = training_runs.checked(jobs, together)
     arguments = {"tuning_seeds": tuning_seeds, "learning_rates": learning_rates, "extensions": extensions}
     arguments |= {"tasks": tasks, "match": match, "match_length": match_length}
-    usual = inspect.signature(compare).parameters
-    chosen = "".join(f", {name}={x!r}" for name, x in arguments.items() if repr(x) != repr(usual[name].default))
     base, fields = _given(config)
     first = config if isinstance(config, str) else configs.words(base, RunConfig())
-
-    def command(seeds: int) -> str:
-        return (
-            f"attnlab.comparing.compare({first!r}, {dict(variants)!r}, workdir={str(workdir)!r}, seeds={seeds}{chosen})"
-        )
-
+    command = functools.partial(_call, first, variants, str(workdir), dict(arguments))
     if tuning_seeds is None:
         arguments["tuning_seeds"] = default_tuning_seeds(together, jobs)
     arguments["match"] = match or "none"
     found = parts(base, fields, variants, Path(workdir), seeds=seeds, **arguments)
     return run(found, Path(workdir), check=check, command=command, **options)
+
+
+def _call(config, variants: Mapping[str, Any], workdir: str, arguments: Mapping[str, Any], seeds: int) -> str:
+    """The call of `compare` over some seeds, as text."""
+    usual = inspect.signature(compare).parameters
+    chosen = "".join(f", {name}={x!r}" for name, x in arguments.items() if repr(x) != repr(usual[name].default))
+    return f"attnlab.comparing.compare({config!r}, {dict(variants)!r}, workdir={workdir!r}, seeds={seeds}{chosen})"
 
 
 def default_tuning_seeds(together: int | str, jobs: int) -> int:

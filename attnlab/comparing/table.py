@@ -221,7 +221,7 @@ def _certainty(unit: str) -> list[Column]:
         Column("difference_seeds_needed_low", "", needed(1), help="By the lower end."),
         Column("difference_seeds_needed_high", "", needed(2), help="By the upper end."),
         Column("seeds", "", lambda of: len(known(of.results["loss"])), help="Runs with a result."),
-        Column("pairs", "", lambda of: len(known(of.pairs)), help="Seeds of which both runs have one."),
+        Column("pairs", "", lambda of: len(known(of.pairs)), help="Seeds for which both runs have a result."),
     ]
 
 
