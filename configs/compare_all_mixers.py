@@ -3,17 +3,20 @@
     attnlab compare --config=compare_all_mixers --config.data.path=tinyshakespeare.txt --jobs=2
     attnlab train --config=compare_all_mixers
 
-500 steps and three seeds of each, all at one learning rate, 0.005: for eight of them, the better of 0.005 and
-0.015. On tinyshakespeare: 54 runs, 68 minutes on two cores of an AMD EPYC (family 25, model 17) with other work
-beside; loss in nats a character, mean ± 95 % interval: gru 1.791 ± 0.006, mamba2 1.793 ± 0.021, gated_delta 1.857 ±
-0.008, attention 1.979 ± 0.007, linear 2.301 ± 0.008. docs/guide/mixers.md has the table.
+500 steps and three seeds of each at the best of two learning rates, or of one beyond them; as many parameters in each
+by the width of feed-forward layers.
 """
 
 from attnlab.config import default
 from attnlab.nn.config import KINDS
 
 VARIANTS = {kind: {"model.layers": kind} for kind in KINDS if kind != "local"}
-COMPARE = {"learning_rates": "5e-3", "seeds": "3"}
+VARIANTS |= {
+    "attention + conv": {"model.layers": "attention", "model.attention.conv": 4},
+    "mamba2 - conv": {"model.layers": "mamba2", "model.mamba2.conv": 0},
+    "gated_delta - conv": {"model.layers": "gated_delta", "model.gated_delta.conv": 0},
+}
+COMPARE = {"learning_rates": "5e-3,1.5e-2", "seeds": "3", "match": "parameters"}
 
 
 def get_config():

@@ -1,6 +1,6 @@
 """The caches of attention: ring buffers, in which position p of a sequence has slot p mod S."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ class KVCache(NamedTuple):
       length: int32 `[B]`, number of positions so far. Lower it to discard the newest, e.g. a prompt's right padding.
       forget: `[B, S, H]`, of a forget gate the running sum at each position, less a number for each head that is the
         same for all; None without the gate.
+      conv: the last W − 1 inputs of the layer's short convolutions, `[B, W − 1, heads, D]` for "query", "key" and
+        "value"; None without them. They cannot be discarded with the newest positions.
 
     >>> cache = KVCache.empty(batch=2, capacity=8, kv_heads=1, head_dim=4)
     >>> cache = cache.extend(jnp.ones((2, 3, 1, 4)), jnp.ones((2, 3, 1, 4)))
@@ -37,6 +39,7 @@ class KVCache(NamedTuple):
     value: Float[Array, "B S Hv Dv"]
     length: Int[Array, " B"]
     forget: Float[Array, "B S H"] | None = None
+    conv: Any = None
 
     @classmethod
     def empty(
@@ -77,7 +80,8 @@ class KVCache(NamedTuple):
 
         `forget` is the running sum of log forget gates, counted from the newest position of the cache.
         """
-        return _extended(_rebased(self), KVCache(key, value, None, forget), lengths)
+        positions = _rebased(self._replace(conv=None))
+        return _extended(positions, KVCache(key, value, None, forget), lengths)._replace(conv=self.conv)
 
 
 class LatentCache(NamedTuple):

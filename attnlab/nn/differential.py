@@ -34,7 +34,9 @@ class DifferentialAttention(MultiHeadAttention):
 
     norm_epsilon: float = 1e-5
 
-    takes: ClassVar[tuple[str, ...]] = ("head_dim", "kv_heads", "qkv_bias", "qk_norm", "qk_norm_joint", "scale", "impl")
+    takes: ClassVar[tuple[str, ...]] = (
+        *("head_dim", "kv_heads", "qkv_bias", "qk_norm", "qk_norm_joint", "scale", "impl", "conv"),
+    )
 
     def operands(self, batch, length, features):
         q, k, v = super().operands(batch, length, features)

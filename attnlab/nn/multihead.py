@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from attnlab.nn import checks, projections, sharding, taps
 from attnlab.nn.cache import KVCache, step
 from attnlab.nn.layer import Context, Layer, LayerConfig, LayerOut
+from attnlab.nn.mixers.short_conv import convolve, inputs_before
 from attnlab.nn.norms import make_norm
 from attnlab.nn.positions import within_segments
 from attnlab.nn.rotations import Rotary, rotary
@@ -99,6 +100,12 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
     output_gate: bool = option(
         "multiply the outputs of heads by σ(gate(x)) (Qiu et al. 2025, section 2.2), gate/kernel [F, H, D]", False
     )
+    conv: int = option(
+        "tokens of a short causal convolution of queries, keys and values, W, before their norms and positions (So et "
+        "al. 2021, multi-DConv-head attention); 0 for none. Self-attention only; query_conv/kernel [W, H, D]",
+        0,
+        low=0,
+    )
 
     operator: ClassVar[str | None] = "attention"
 
@@ -106,12 +113,12 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         """An empty cache for `capacity` positions; `features` is the input's width."""
         dtype, forget_heads = self.dtype or jnp.float32, self.num_heads if self.forget_gate else None
         cache = KVCache.empty(batch, capacity, *self._of_keys(features), dtype, forget_heads=forget_heads)
-        return cache._replace(value=jnp.zeros((batch, capacity, *self._of_values(features)), dtype))
+        value = jnp.zeros((batch, capacity, *self._of_values(features)), dtype)
+        return cache._replace(value=value, conv=inputs_before(self._sizes(features), self.conv, batch, dtype))
 
     def operands(self, batch: int, length: int, features: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """q, k and v of the operator, for inputs of width `features`."""
-        keys, values = self._of_keys(features), self._of_values(features)
-        sizes, dtype = ((self.num_heads, keys[1]), keys, values), self.dtype or jnp.float32
+        sizes, dtype = self._sizes(features).values(), self.dtype or jnp.float32
         return tuple(jax.ShapeDtypeStruct((batch, length, *size), dtype) for size in sizes)
 
     @known_keywords
@@ -146,8 +153,8 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
 
         Raises:
           ValueError: a width or head counts that do not divide, a cache of another size or with `inputs_kv` or
-            `positions`, `segments` of another shape or with one of these, `rotary` or `forget_gate` with `inputs_kv`,
-            and any error of `attnlab.attention`.
+            `positions`, `segments` of another shape or with one of these, `rotary`, `forget_gate` or `conv` with
+            `inputs_kv`, and any error of `attnlab.attention`.
           flax.errors.InvalidRngError: dropout is on, but there is neither `dropout_key` nor a `dropout` rng.
         """
         context = Context(mask, segments, lengths, positions, dropout_key)
@@ -168,8 +175,9 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         memory = x if inputs_kv is None else inputs_kv
         if cache is not None:
             context = context._replace(positions=cache.length[:, None] + jnp.arange(x.shape[1]))
-        q, k, v = self.project(x, memory, context)
+        q, k, v, conv = self.project(x, memory, context, cache)
         q, k, own = (taps.tap(self, name, y) for name, y in (("q", q), ("k", k), ("v", v)))
+        cache = None if cache is None else cache._replace(conv=conv)
         k, v, terms, cache = self.extend(x, k, own, context, cache)
         if inputs_kv is not None and cache is None:
             terms["kv_positions"] = None
@@ -179,18 +187,18 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         out = projections.out(self, z, self.out_features or x.shape[-1], use_bias=self.use_bias)
         return LayerOut(out, cache, own if self.value_residual else None)
 
-    def project(self, x, memory, context: Context):
-        """Queries of x, keys and values of the memory, `[B, T, heads, D]`, normalized and rotated."""
+    def project(self, x, memory, context: Context, cache: KVCache | None):
+        """Queries of x, keys and values of the memory, `[B, T, heads, D]`, and the last inputs of convolutions."""
         self.check_options()
-        width, (kv_heads, head_dim) = x.shape[-1], self._of_keys(x.shape[-1])
+        width, (kv_heads, _) = x.shape[-1], self._of_keys(x.shape[-1])
         if self.head_dim is None and width % self.num_heads:
             raise ValueError(f"width {width} is not divisible by {self.num_heads} heads: change one, or give head_dim")
         if self.num_heads % kv_heads:
             raise ValueError(f"num_heads = {self.num_heads} must be a multiple of kv_heads = {kv_heads}")
-        q = self._heads(x, self.num_heads, "query", head_dim)
-        k = self._heads(memory, kv_heads, "key", head_dim)
-        heads, features = self._of_values(width)
-        v = self._heads(memory, heads, "value", features)
+        inputs = {"query": x, "key": memory, "value": memory}
+        heads = {name: self._heads(inputs[name], name, size) for name, size in self._sizes(width).items()}
+        heads, conv = convolve(heads, self.conv, None if cache is None else cache.conv, context, self.dtype)
+        q, k, v = heads.values()
         if self.qk_norm:
             q, k = self._normalize(q, "query_ln"), self._normalize(k, "key_ln")
         if self.rotary is not None:
@@ -202,16 +210,16 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         if self.value_residual:  # the first layer has the parameter as well, so that layers can be stacked
             share = self.param("value_share", nn.initializers.constant(0.5), ()).astype(v.dtype)
             v = v if context.first_values is None else v + share * (context.first_values - v)
-        return q, k, v
+        return q, k, v, conv
 
     def extend(self, x, k, v, context: Context, cache: KVCache | None):
         """(Keys, values, the other arguments of the operator, the extended cache): the cache's tokens and these."""
         mask, kv_positions = mask_of(self, context, cache), context.positions
         forget, kv_forget = self._forget_sums(x) if self.forget_gate else None, None
         if cache is not None:
-            fresh = KVCache(k, v, None, forget)
-            keys, kv_positions, mask, cache = step(cache, fresh, mask, self.num_heads, context.lengths)
-            k, v, _, kv_forget = keys
+            kept, fresh = cache._replace(conv=None), KVCache(k, v, None, forget)
+            keys, kv_positions, mask, kept = step(kept, fresh, mask, self.num_heads, context.lengths)
+            cache, (k, v, _, kv_forget, _) = kept._replace(conv=cache.conv), keys
         terms = {"mask": mask, "q_positions": context.positions, "kv_positions": kv_positions}
         mods = as_tuple(self.score_mod)
         terms["score_mod"] = mods if forget is None else (*mods, Forget(forget, kv_forget))
@@ -226,7 +234,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
 
     def after(self, z, v, x, context: Context):
         """The input of the output projection, from z `[B, T, H, Dv]`, and the tokens' own values and inputs."""
-        gate = nn.sigmoid(self._heads(x, self.num_heads, "gate", z.shape[-1])) if self.output_gate else None
+        gate = nn.sigmoid(self._heads(x, "gate", (self.num_heads, z.shape[-1]))) if self.output_gate else None
         return z if gate is None else z * gate
 
     def _of_keys(self, features: int) -> tuple[int, int]:
@@ -237,18 +245,23 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         """Heads and features of the values."""
         return self._of_keys(features)
 
+    def _sizes(self, features: int) -> dict[str, tuple[int, int]]:
+        """Heads and features of each projection."""
+        keys = self._of_keys(features)
+        return {"query": (self.num_heads, keys[1]), "key": keys, "value": self._of_values(features)}
+
     def _check_cross(self, cache) -> None:
         """Raise ValueError for what cross-attention cannot have."""
         if cache is not None:
             raise ValueError("cache is for self-attention: leave out inputs_kv, or the cache")
-        for name in ("rotary", "forget_gate"):
+        for name in ("rotary", "forget_gate", "conv"):
             if getattr(self, name):
                 raise ValueError(f"{name} needs queries and keys of one sequence: leave it out for cross-attention")
 
-    def _heads(self, x, heads, name, head_dim):
-        """A projection `[B, T, heads, head_dim]`."""
+    def _heads(self, x, name, size):
+        """A projection `[B, T, heads, D]`."""
         use_bias = self.use_bias if self.qkv_bias is None else self.qkv_bias
-        return projections.dense(self, name, heads, head_dim, use_bias=use_bias)(x)
+        return projections.dense(self, name, *size, use_bias=use_bias)(x)
 
     def _forget_sums(self, x):
         """Running sums `[B, T, H]` of log forget gates."""

@@ -25,15 +25,15 @@ class StickBreakingAttention(MultiHeadAttention):
     operator: ClassVar[str | None] = "stick_breaking_attention"
     takes: ClassVar[tuple[str, ...]] = (
         *("head_dim", "kv_heads", "qkv_bias", "qk_norm", "qk_norm_joint", "scale", "impl"),
-        *("value_residual", "output_gate"),
+        *("value_residual", "output_gate", "conv"),
     )
 
-    def project(self, x, memory, context):
+    def project(self, x, memory, context, cache):
         unset = {"score_mod": None, "dropout_rate": 0.0, "forget_gate": False}
         for name, value in unset.items():
             if getattr(self, name) != value:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: stick-breaking attention has none, leave it out")
-        return super().project(x, memory, context)
+        return super().project(x, memory, context, cache)
 
     def _check_cross(self, cache):
         raise ValueError("stick-breaking attention needs queries and keys of one sequence: leave out inputs_kv")

@@ -10,7 +10,7 @@ import numpy as np
 from attnlab.masks import Causal
 from attnlab.nn import DifferentialAttention, LatentAttention, MultiHeadAttention, Rotary, StickBreakingAttention
 from attnlab.score_mods import SoftCap
-from tests.nn.mixers.papers import out, projected, rms, rotated, sigmoid
+from tests.nn.mixers.papers import convolved, out, projected, rms, rotated, sigmoid
 from tests.ops.references import broken
 
 X = np.random.default_rng(0).standard_normal((2, 9, 8)).astype(np.float32)
@@ -28,10 +28,11 @@ class ExclusiveAttention(MultiHeadAttention):
 GATES = {"score_mod": SoftCap(9.0), "forget_gate": True, "output_gate": True}
 MODULES = {
     "gates": MultiHeadAttention(4, kv_heads=2, mask=Causal(), rotary=Rotary(), **GATES),
+    "convolved": MultiHeadAttention(4, kv_heads=2, mask=Causal(), rotary=Rotary(), conv=3),
     "differential": DifferentialAttention(4, kv_heads=2, mask=Causal(), rotary=Rotary()),
     "latent": LatentAttention(2, 20, 3, 2, 5, mask=Causal(), rotary=Rotary()),  # expands a cache from 5 tokens on
     "latent_queries": LatentAttention(2, 2, 3, 2, 5, q_rank=3, use_bias=True, mask=Causal(), rotary=Rotary()),
-    "stick_breaking": StickBreakingAttention(4, kv_heads=2, mask=Causal()),
+    "stick_breaking": StickBreakingAttention(4, kv_heads=2, mask=Causal(), conv=2),
     "exclusive": ExclusiveAttention(4, kv_heads=2, mask=Causal()),
 }
 
@@ -57,6 +58,13 @@ def gates(x, p):
         logits = 9 * np.tanh(q[:, h] @ k[:, h // 2].T / np.sqrt(q.shape[-1]) / 9)
         z[:, h] = softmax(logits + forgotten) @ v[:, h // 2]
     return out(z * sigmoid(gate), p)
+
+
+def grouped(x, p):
+    """Attention with short convolutions of queries, keys and values (So et al. 2021, figure 4)."""
+    q, k, v = convolved(x, p)
+    q, k, v = rotated(q), rotated(k).repeat(2, axis=1), v.repeat(2, axis=1)
+    return out(np.stack([softmax(q[:, h] @ k[:, h].T / np.sqrt(q.shape[-1])) @ v[:, h] for h in range(4)], axis=1), p)
 
 
 def exclusive(x, p):
@@ -95,10 +103,10 @@ def latent(x, p):
 
 def stick_breaking(x, p):
     """Tan et al. 2024, equation 4, stick by stick."""
-    q, k, v = (projected(x, p, name)[None] for name in ("query", "key", "value"))
+    q, k, v = (y[None] for y in convolved(x, p))
     (z,), _ = broken(q, k, v, np.ones((1, len(x), len(x)), bool))
     return out(z, p)
 
 
-PAPERS = {"gates": gates, "differential": differential, "latent": latent, "latent_queries": latent}
-PAPERS |= {"stick_breaking": stick_breaking, "exclusive": exclusive}
+PAPERS = {"gates": gates, "convolved": grouped, "differential": differential, "latent": latent}
+PAPERS |= {"latent_queries": latent, "stick_breaking": stick_breaking, "exclusive": exclusive}

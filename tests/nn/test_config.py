@@ -32,7 +32,7 @@ INVALID = [
         {"layers": "gated_delta", "num_heads": 2, "gated_delta": {"value_heads": 3}},
         "gated_delta.value_heads = 3: expected a multiple of num_heads = 2",
     ),
-    ({"layers": "mamba2", "mamba2": {"conv": 0}}, "mamba2.conv = 0: expected 1 or more"),
+    ({"layers": "mamba2", "mamba2": {"conv": -1}}, "mamba2.conv = -1: expected 0 or more"),
     ({"layers": "conv", "conv": {"kernel_size": 0}}, "conv.kernel_size = 0: expected 1 or more"),
     ({"layers": "retention", "retention": {"key_dim": 3}}, "retention.key_dim = 3: expected an even number"),
     ({"layers": "gla attention", "gla": {"heads": 5}}, "gla.heads = 5: expected a divisor"),

@@ -21,7 +21,7 @@ ATTENTION = {name: MultiHeadAttention(4, **({"mask": Causal()} | fields)) for na
 
 
 LAYERS = ATTENTION | relatives.MODULES | cases.ALL
-FAST = ("window", "gates", "exclusive", "latent", "gated_delta", "mamba2")
+FAST = ("window", "gates", "convolved", "exclusive", "latent", "gated_delta", "mamba2")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n not in FAST else ()) for n in LAYERS])

@@ -93,6 +93,8 @@ def test_sinks_start_at_zero_and_take_weight():
         ({}, {"lengths": np.array([6, 7])}, "lengths contains 7, expected 0 to 6"),
         ({"rotary": 100.0}, {"inputs_kv": MEMORY}, "leave it out for cross-attention"),
         ({"forget_gate": True}, {"inputs_kv": X}, "forget_gate needs queries and keys of one sequence"),
+        ({"conv": 2}, {"inputs_kv": X}, "conv needs queries and keys of one sequence"),
+        ({"conv": 2}, {"cache": EMPTY}, r"expected key, value, length, conv.key, conv.query, conv.value: make"),
         ({"forget_gate": True}, {"cache": GATED._replace(forget=np.zeros((2, 8, 2)))}, r"\(2, 8, 2\), .*\(2, 8, 4\)"),
         (
             {"forget_gate": True, "mask": Causal()},

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from attnlab.nn.mixers import gates
 from attnlab.nn.mixers.interface import RecurrentMixer
-from attnlab.nn.mixers.short_conv import ShortConv
+from attnlab.nn.mixers.short_conv import convolve, inputs_before
 from attnlab.nn.norms import RMSNorm
 from attnlab.support.options import option
 
@@ -33,16 +33,11 @@ class DeltaRule(RecurrentMixer):
 
     def _projected(self, x, state, context):
         """(Queries, keys, values, the last inputs of the convolutions or None)."""
-        found, kept = [], {}
-        for name, size in self._sizes(x.shape[-1]).items():
-            y = self._dense(name, *size)(x)
-            if self.conv:
-                convolve = ShortConv(self.conv, dtype=self.dtype, name=f"{name}_conv")
-                y, kept[name] = convolve(y, state.conv[name], context.segments, context.lengths)
-            found.append(jax.nn.silu(y))
-        q, k, v = found
+        projections = {name: self._dense(name, *size)(x) for name, size in self._sizes(x.shape[-1]).items()}
+        projections, conv = convolve(projections, self.conv, state.conv, context, self.dtype)
+        q, k, v = map(jax.nn.silu, projections.values())
         q, k = (gates.unit(y.astype(_wide(x))).astype(v.dtype) for y in (q, k))
-        return q, k, v, kept or None
+        return q, k, v, conv
 
     def _beta(self, x, heads):
         """β = σ(b(x)), or twice that for `negative_eigenvalues`, `[B, T, heads]`."""
@@ -63,12 +58,8 @@ class DeltaRule(RecurrentMixer):
         return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
 
     def init_state(self, batch, features):
-        state = super().init_state(batch, features)
-        if not self.conv:
-            return state
-        before, dtype = (batch, self.conv - 1), self.dtype or jnp.float32
-        conv = {name: jnp.zeros((*before, *size), dtype) for name, size in self._sizes(features).items()}
-        return state._replace(conv=conv)
+        conv = inputs_before(self._sizes(features), self.conv, batch, self.dtype or jnp.float32)
+        return super().init_state(batch, features)._replace(conv=conv)
 
 
 def _wide(x):

@@ -34,7 +34,7 @@ class Mamba2(RecurrentMixer):
     """
 
     value_heads: int | None = option("heads of values, HV, a multiple of heads; None for heads", None, low=1)
-    conv: int = option("tokens of the short convolution, W", 4, low=1)
+    conv: int = option("tokens of the short convolution, W; 0 for none", 4, low=0)
     norm_epsilon: float = option("ε of the norm of the outputs", 1e-5, low=1e-30, high=1)
 
     @property
@@ -62,8 +62,10 @@ class Mamba2(RecurrentMixer):
         sizes = inner, _, shared, _, _ = self.fused(x.shape[-1])
         projected = self._dense("in", sum(sizes))(x)
         gate, xbc, dt = jnp.split(projected, (inner, sum(sizes[:-1])), axis=-1)
-        conv = ShortConv(self.conv, use_bias=True, dtype=self.dtype, name="conv")
-        xbc, last = conv(xbc, state.conv, context.segments, context.lengths)
+        last = None
+        if self.conv:
+            conv = ShortConv(self.conv, use_bias=True, dtype=self.dtype, name="conv")
+            xbc, last = conv(xbc, state.conv, context.segments, context.lengths)
         v, k, q = jnp.split(jax.nn.silu(xbc), (inner, inner + shared), axis=-1)
         v = v.reshape(*v.shape[:2], self.states, self.value_features(x.shape[-1]))
         q, k = (y.reshape(*y.shape[:2], self.num_heads, self.key_features(x.shape[-1])) for y in (q, k))
@@ -79,11 +81,12 @@ class Mamba2(RecurrentMixer):
         return LayerOut(self._out(norm(gated).reshape(z.shape), x.shape[-1]), MixerState(last_state, last))
 
     def init_state(self, batch, features):
-        if self.conv < 1:
-            raise FieldError("conv", self.conv, "expected 1 token or more")
+        state = super().init_state(batch, features)
+        if not self.conv:
+            return state
         channels = self.states * self.value_features(features) + 2 * self.num_heads * self.key_features(features)
         conv = jnp.zeros((batch, self.conv - 1, channels), self.dtype or jnp.float32)
-        return super().init_state(batch, features)._replace(conv=conv)
+        return state._replace(conv=conv)
 
 
 class Mamba2Config(RecurrentConfig, of=Mamba2, kind="mamba2"):

@@ -1,9 +1,10 @@
-"""The short convolution in front of a recurrence."""
+"""The short convolution in front of a recurrence, or of attention."""
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from attnlab.nn.layer import Context
 from attnlab.nn.mixers.interface import last
 from attnlab.types import Array, DType
 
@@ -59,6 +60,25 @@ class ShortConv(nn.Module):
         if self.use_bias:
             out = out + self.param("bias", nn.initializers.zeros, features).astype(x.dtype)
         return out.astype(dtype), last(inputs, width - 1, lengths).astype(before.dtype)
+
+
+def convolve(projections: dict[str, Array], width: int, before: dict[str, Array] | None, context: Context, dtype=None):
+    """(Projections convolved by the caller's submodules `NAME_conv`, the last inputs of each for a cache).
+
+    For width 0 they are returned as they are, with None.
+    """
+    if not width:
+        return projections, None
+    convolved, kept = {}, {}
+    for name, y in projections.items():
+        conv = ShortConv(width, dtype=dtype, name=f"{name}_conv")
+        convolved[name], kept[name] = conv(y, before and before[name], context.segments, context.lengths)
+    return convolved, kept
+
+
+def inputs_before(sizes: dict[str, tuple[int, ...]], width: int, batch: int, dtype) -> dict[str, Array] | None:
+    """The inputs before the first token, zeros, of convolutions of features `sizes` by name; None for width 0."""
+    return {name: jnp.zeros((batch, width - 1, *size), dtype) for name, size in sizes.items()} if width else None
 
 
 def _uniform(width):

@@ -86,12 +86,16 @@ def out(z, p):
     return np.einsum("thd,hdf->tf", z, p["out/kernel"]) + p.get("out/bias", 0)
 
 
+def convolved(x, p):
+    """Queries, keys and values, after their convolutions where they have any."""
+    for name in ("query", "key", "value"):
+        y, kernel = projected(x, p, name), p.get(f"{name}_conv/kernel")
+        yield y if kernel is None else convolution(y, kernel)
+
+
 def short(x, p):
     """Queries, keys and values after their convolutions and silu, q and k of unit norm, q over √K."""
-    q, k, v = (projected(x, p, name) for name in ("query", "key", "value"))
-    if "query_conv/kernel" in p:
-        q, k, v = (convolution(y, p[f"{name}_conv/kernel"]) for name, y in (("query", q), ("key", k), ("value", v)))
-    q, k, v = silu(q), silu(k), silu(v)
+    q, k, v = map(silu, convolved(x, p))
     q, k = (y / np.sqrt((y**2).sum(axis=-1, keepdims=True) + 1e-6) for y in (q, k))
     return q / np.sqrt(q.shape[-1]), k, v
 
@@ -112,7 +116,7 @@ def mamba2(x, p, *, groups, state):
     heads = len(p["A_log"])
     inner, shared = len(p["norm/scale"]), groups * state
     z, xbc, dt = np.split(projected(x, p, "in"), (inner, 2 * inner + 2 * shared), axis=-1)
-    xbc = silu(convolution(xbc, p["conv/kernel"], p["conv/bias"]))
+    xbc = silu(convolution(xbc, p["conv/kernel"], p["conv/bias"]) if "conv/kernel" in p else xbc)
     v, b, c = np.split(xbc, (inner, inner + shared), axis=-1)
     v, b, c = v.reshape(len(x), heads, -1), b.reshape(len(x), groups, -1), c.reshape(len(x), groups, -1)
     dt, a = softplus(dt + p["dt_bias"]), np.tile(-np.exp(p["A_log"]), (len(x), 1))

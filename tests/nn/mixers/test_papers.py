@@ -48,7 +48,7 @@ OTHER_SIZES = {
         functools.partial(papers.gated_delta_product, steps=3, negative=False),
     ),
     "mamba2_without_convolution": (
-        nn.Mamba2(key_dim=5, value_heads=4, conv=1),
+        nn.Mamba2(key_dim=5, value_heads=4, conv=0),
         functools.partial(papers.mamba2, groups=1, state=5),
     ),
     "gla_without_gate": (nn.GatedLinearAttention(2, key_dim=3, gate=False), papers.gated_linear_attention),
