@@ -1,7 +1,9 @@
-"""The built wheel in a fresh environment, used by another project through public names alone."""
+"""The built wheel in a fresh environment: public names suffice to use it, and the README's commands run as printed."""
 
 import ast
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -83,25 +85,32 @@ def closure(requirement: Requirement, found: dict[tuple[str, str], metadata.Dist
 
 
 class Environment:
-    """A virtual environment with a project's declared dependencies, whose commands run in an empty folder.
+    """A virtual environment with a project's declared dependencies, whose commands run in the folder `work` around it.
 
     Dependencies are links to the distributions installed beside the tests: no download, and nothing undeclared.
     """
 
-    def __init__(self, folder: Path, requirements: list[str]):
-        self.folder = folder
-        venv.create(folder / "environment", with_pip=False)
-        self.python = folder / "environment" / ("Scripts" if os.name == "nt" else "bin") / "python"
-        (folder / "empty").mkdir()
-        site = Path(self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
+    def __init__(self, folder: Path, *requirements: str):
+        self.work = folder / "work"
+        venv.create(self.work / ".venv", with_pip=False)
+        self.python = self.work / ".venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
+        self.site = Path(self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
+        self.link(*requirements)
+
+    def link(self, *requirements: str) -> None:
+        """Add what requirements such as "attnlab[plots]" bring, but not attnlab."""
         found = {}
         for requirement in requirements:
             closure(Requirement(requirement), found)
-        for distribution in {name: value for (name, _), value in found.items()}.values():
+        for distribution in {name: value for (name, _), value in found.items() if name != "attnlab"}.values():
             for file in distribution.files:
-                if ".." not in file.parts and "__pycache__" not in file.parts:
-                    (site / file).parent.mkdir(parents=True, exist_ok=True)
-                    (site / file).symlink_to(file.locate())
+                path = self.site / file
+                if ".." not in file.parts and "__pycache__" not in file.parts and not path.exists():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.symlink_to(file.locate())
+                    cache, theirs = path.parent / "__pycache__", Path(file.locate()).parent / "__pycache__"
+                    if theirs.is_dir() and not cache.is_symlink():
+                        cache.symlink_to(theirs)  # of the same interpreter, so that nothing is compiled again
 
     def run(self, *command, check: bool = True) -> subprocess.CompletedProcess:
         """Run `python command…`; a failure shows its output."""
@@ -112,25 +121,37 @@ class Environment:
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python, *arguments]
         return self._run(list(map(str, command)), check=True)
 
+    def shell(self, line: str) -> subprocess.CompletedProcess:
+        """Run a line of a shell, with this environment's commands; a failure shows its output."""
+        path, flags = shlex.quote(str(self.python.parent)), "--xla_backend_optimization_level=0"
+        line = f"PATH={path}:$PATH; export XLA_FLAGS={flags}; {line}"
+        return self._run(["bash", "-c", line], check=True)
+
     def _run(self, command, check):
         names = ("PYTHON", "XLA_")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(names)}
-        done = subprocess.run(command, cwd=self.folder / "empty", env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=self.work, env=environment, capture_output=True, text=True)
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done
 
 
-@pytest.mark.slow
-def test_wheel_installs_and_runs_in_a_fresh_environment(tmp_path):
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """A folder with the wheels of attnlab and of the project downstream."""
     # Built from a copy: a build leaves files beside the source.
-    source, ignore = tmp_path / "source", (".*", "__pycache__", "build", "dist", "runs", "*.egg-info")
-    shutil.copytree(REPOSITORY, source, ignore=shutil.ignore_patterns(*ignore))
-    project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
-    environment = Environment(tmp_path, project["dependencies"])
-    for built in (source, source / "tests" / "downstream"):
-        build = ["wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "-w", tmp_path / "wheels"]
+    folder, ignore = tmp_path_factory.mktemp("built"), (".*", "__pycache__", "build", "dist", "runs", "*.egg-info")
+    shutil.copytree(REPOSITORY, folder / "source", ignore=shutil.ignore_patterns(*ignore))
+    for built in (folder / "source", folder / "source" / "tests" / "downstream"):
+        build = ["wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder / "wheels"]
         subprocess.run([sys.executable, "-m", "pip", *build, built], check=True)
-    (wheel,) = (tmp_path / "wheels").glob("attnlab-*.whl")
+    return folder / "wheels"
+
+
+@pytest.mark.slow
+def test_wheel_installs_and_runs_in_a_fresh_environment(wheels, tmp_path):
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    environment = Environment(tmp_path, *project["dependencies"])
+    (wheel,) = wheels.glob("attnlab-*.whl")
     metadata_file = f"attnlab-{attnlab.__version__}.dist-info/METADATA"
     with zipfile.ZipFile(wheel) as archive:
         assert "License-Expression: Apache-2.0" in archive.read(metadata_file).decode().splitlines()
@@ -144,25 +165,70 @@ def test_wheel_installs_and_runs_in_a_fresh_environment(tmp_path):
         for path in (REPOSITORY / folder).rglob("*.py")
     }
 
-    environment.pip("install", "--no-deps", "--no-index", *(tmp_path / "wheels").iterdir())
+    environment.pip("install", "--no-deps", "--no-index", *wheels.iterdir())
     environment.pip("check")
     installed = environment.run("-c", "import attnlab; print(attnlab.__file__)").stdout
-    assert Path(installed.strip()).is_relative_to(tmp_path / "environment")
+    assert Path(installed.strip()).is_relative_to(environment.work / ".venv")
     for absent in ("pytest", "matplotlib", "tensorflow"):
         assert environment.run("-c", f"import {absent}", check=False).returncode, f"{absent} is there"
     said = environment.run("-W", "error", "-m", "unittest", "discover", "-s", DOWNSTREAM / "tests").stderr
     assert said.rstrip().endswith("OK")
 
     script = environment.python.with_name("attnlab")
-    assert "--config" in environment.run(script, "train", "--help").stdout
     named = environment.run(script, "train", "--config=sancho:tiny", "--config.steps=0", check=False)
     assert named.stderr == "error: config.steps = 0: expected 1 or more, below 2^31\n"
     assert "matrix products" in environment.run(script, "bench").stdout
     refused = environment.run(script, "study", "scaling", check=False)
     assert "matplotlib" in refused.stderr  # which the studies need
-    config, workdir = tmp_path / "tiny.py", tmp_path / "run"
-    config.write_text(TINY)
-    environment.run("-m", "attnlab.train", f"--config={config}", f"--workdir={workdir}")
-    assert environment.run("-m", "attnlab.sample", f"--workdir={workdir}", "--max_tokens=5").stdout
-    program = f"import attnlab; print(attnlab.load({str(workdir)!r}).config.steps)"
-    assert environment.run("-c", program).stdout.strip() == "1"
+
+
+README, LAUNCH = ((REPOSITORY / name).read_text(encoding="utf-8") for name in ("README.md", "launch/README.md"))
+FEWER = {  # flags that make a command short, and change nothing that needs another package
+    "train": "--config.steps=2 --config.model.num_layers=1 --config.eval.windows=1 --config.sample.length=1",
+    "config=gpt_30m": "--config.data.vocab_size=300 --config.model.context=32",
+    "compare": "--config.steps=1 --config.model.num_layers=1 --learning_rates=1e-3 --extensions=0",
+    "sample": "--max_tokens=2",
+}
+
+
+def block(heading: str) -> str:
+    """The first block of code of the README below a heading."""
+    return re.search(rf"^## {heading}\n```\w*\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)[1]
+
+
+def lines_of(*texts: str):
+    """Yield the lines of commands, and for `make TARGET` what it runs in a fresh clone without a GPU."""
+    for line in "\n".join(texts).splitlines():
+        command = ["make", "--dry-run", *line.split(" #")[0].split()[1:], "VENV=.fresh", "CUDA="]
+        if line.startswith("make"):
+            made = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+            yield from made.replace(".fresh", ".venv").splitlines()
+        else:
+            yield line
+
+
+NOTEBOOK = block("In a notebook").replace('"quickstart"', '"tiny.py"').replace("seeds=3", "seeds=2")
+ROADS = {  # a test does not run the tests
+    "laptop": (block("On a laptop").replace("make test", ""), re.search("attnlab see [^`]+", README)[0]),
+    "gpu": (block("With a GPU"),),
+    "notebook": ("pip install -e '.[notebooks]'", f"python -c {shlex.quote(NOTEBOOK)}".replace("\n", "$n")),
+    "launch": ("pip install -e .", *re.findall("^    (.*attnlab train .*)$", LAUNCH, re.MULTILINE)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("road", ROADS)
+def test_commands_run_after_the_installation_that_stands_above_them(road, wheels, tmp_path):
+    environment = Environment(tmp_path)
+    (environment.work / "configs").symlink_to(REPOSITORY / "configs")
+    (environment.work / "tiny.py").write_text(TINY)
+    for line in filter(None, lines_of(*ROADS[road])):
+        if extras := re.search(r"install .*-e ['\"]?\.(\[[\w,]+\])?", line):
+            environment.link(f"attnlab{extras[1] or ''}")
+            environment.pip("install", "--no-deps", "--no-index", *wheels.glob("attnlab-*"))
+        elif line.startswith("curl "):
+            (environment.work / line.rsplit("/", 1)[1]).write_text("Once upon a time there was a child. " * 999)
+        elif "attnlab" in line or line.startswith("python"):
+            (environment.work / "FILE.txt").write_text("A text of one's own. " * 999)
+            more = " ".join(flags for name, flags in FEWER.items() if re.search(rf"attnlab[ .]{name}|--{name}", line))
+            environment.shell(f"{line.split(' #')[0]} {more}".replace("$n", "\n"))

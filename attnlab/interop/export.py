@@ -24,8 +24,8 @@ def export_step(
 ) -> export.Exported:
     """Export `step(params, tokens, caches) -> (logits, caches)`, which predicts the next tokens.
 
-    Caches are passed as plain arrays, a tuple per layer: `(key, value, length, forget)` of attention, as in `KVCache`,
-    where `forget` is None without a forget gate, and `(state, conv, length)` of other mixers, as in `MixerState`. So
+    Caches are passed as plain arrays, a tuple per layer: `(key, value, length, forget, conv)` for attention, the fields
+    of `KVCache`, where the last two may be None, and `(state, conv, length)` for others, as in `MixerState`. So
     the serialized program needs JAX but not attnlab: `jax.export.deserialize(data).call(params, tokens, caches)`, where
     `data` is the result of `serialize()`. (JAX needs the package flatbuffers for both.) Shapes are fixed: a prompt of
     100 tokens and single tokens after it take two exports, which can share caches.

@@ -29,7 +29,7 @@ def through_bytes(exported):
 @pytest.mark.parametrize(
     "options",
     [
-        {"attention": {"kv_heads": 1, "window": 5}},
+        {"attention": {"kv_heads": 1, "window": 5, "conv": 3}},
         pytest.param({"dtype": jnp.bfloat16, "attention": {"impl": "blockwise"}}, marks=pytest.mark.slow),
         pytest.param({"layers": "gated_delta"}, marks=pytest.mark.slow),
     ],

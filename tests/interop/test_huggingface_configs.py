@@ -272,6 +272,12 @@ HYBRID = {"layers": (layer("gated_delta", gate=False), layer(qk_norm=True, qk_no
 ALONE = {"mlp_ratio": 0.0, "mlp": "plain", "activation": "gelu_tanh"}
 EXPORTS = {
     "no family has it": (layers("attention", sinks=True), None, "this model .model.*gpt2 .*llama.*: train llama_tiny"),
+    "convolution": (layers("attention", conv=4), "llama", "model.attention.conv = 4: llama supports only 0"),
+    "no convolution": (
+        layers("mamba2", conv=0) | {"positions": "none"},
+        "mamba2",
+        "mamba2 does not have .*models .*conv_kernel = 0",
+    ),
     "mask": (layers("attention", mask=Causal()), "llama", r"model.attention.mask = Causal\(\): llama .*None"),
     "kind": (layers("forget") | {"positions": "auto"}, None, "model.layers = 'forget': .*no layers of forget"),
     "attention alone": (ALONE, "llama", "llama does not have such models .*intermediate_size = 0"),
