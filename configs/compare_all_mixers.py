@@ -3,7 +3,7 @@
     attnlab compare --config=compare_all_mixers --config.data.path=tinyshakespeare.txt --jobs=2
     attnlab train --config=compare_all_mixers
 
-500 steps and three seeds of each at the best of two learning rates, or of one beyond them; as many parameters in each
+500 steps and three seeds of each at the best of three learning rates, or of more beyond them; as many parameters in each
 by the width of feed-forward layers.
 """
 
@@ -16,7 +16,7 @@ VARIANTS |= {
     "mamba2 - conv": {"model.layers": "mamba2", "model.mamba2.conv": 0},
     "gated_delta - conv": {"model.layers": "gated_delta", "model.gated_delta.conv": 0},
 }
-COMPARE = {"learning_rates": "5e-3,1.5e-2", "seeds": "3", "match": "parameters"}
+COMPARE = {"learning_rates": "1.7e-3,5e-3,1.5e-2", "seeds": "3", "match": "parameters"}
 
 
 def get_config():
