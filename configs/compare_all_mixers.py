@@ -3,8 +3,8 @@
     attnlab compare --config=compare_all_mixers --config.data.path=tinyshakespeare.txt --jobs=2
     attnlab train --config=compare_all_mixers
 
-500 steps and three seeds of each at the best of three learning rates, or of more beyond them; as many parameters in each
-by the width of feed-forward layers.
+500 steps and three seeds of each at the best of three learning rates, or of more beyond them. Variants have as many
+parameters, by the width of feed-forward layers.
 """
 
 from attnlab.config import default

@@ -4,7 +4,7 @@
     attnlab compare --config=compare_mixers --config.data.path=FILE.txt --workdir=runs/mine
     attnlab train --config=compare_mixers
 
-The model of `quickstart`, 500 steps a run, as many parameters in each by the width of feed-forward layers.
+The model of `quickstart`, 500 steps a run. Variants have as many parameters, by the width of feed-forward layers.
 
 Predicted before these variants were trained: a short convolution takes more than half of what Gated DeltaNet and
 Mamba-2 are better than attention. So attention with one closes more than half of the gap, and each of the two loses
