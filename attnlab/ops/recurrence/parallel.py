@@ -5,7 +5,8 @@ With S the state before a chunk, every member of the family is (`chunked` has th
     X = U + W S,        O = q' S + P X,        S becomes a ∘ S + k'ᵀ X
 
 X is what the chunk writes, k' its keys decayed to its end. U, W, P, q', k' and a do not depend on S: they are products
-of batches over all chunks, and S takes two small products a chunk. Without erasure W is 0 and the scan associative.
+of batches over all chunks, and S takes two small products a chunk, of several groups of chunks at once. Without erasure
+W is 0 and the scan associative.
 
 Products have operands of the inputs' type and sums in float32; decays, inverses and states are float32. The gradient
 computes all of it again: only the arrays of the call and its outputs are stored.
@@ -99,34 +100,47 @@ _CASES = {"no erasure": _plain, "symmetric": _symmetric, "general": _general}
 
 # -------------------------------------------------------------------------------------------------------------- states
 
+# Chunks of a group, M. With erasure n states take 2·M + n / M turns: groups run at once from [I | 0], which gives the
+# map of each; one scan over these gives the state before each group; and groups run at once again, from their states.
+_GROUP = 8
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _states(operand, k, u, w, a, state):
     """(The state before each chunk `[n, ..., H, K, V]`, X `[n, ..., H, N, V]`, the last state)."""
+    return _forward(operand, k, u, w, a, state)[0]
+
+
+def _forward(operand, k, u, w, a, state):
     k, w = (None if y is None else rounded(y, operand) for y in (k, w))  # once, not in each step
     if w is None:
         written = product("...nk,...nv->...kv", k, u, operand)
         after = _composed(a, written.at[0].add(_decayed(None if a is None else a[0], state)))
-        return jnp.concatenate([state[None], after[:-1]]), u, after[-1]
+        entering = jnp.concatenate([state[None], after[:-1]])
+        return (entering, u, after[-1]), (k, w, a, None, entering, u)
 
     def step(state, chunk):
         k, u, w, a = chunk
-        x = u + product("...nk,...kv->...nv", w, state, operand)
+        x, fewer = product("...nk,...kv->...nv", w, state, operand), u.shape[-1]
+        x = jnp.concatenate([x[..., :-fewer], x[..., -fewer:] + u], axis=-1)  # the first columns only pass
         return _decayed(a, state) + product("...nk,...nv->...kv", k, x, operand), (state, x)
 
-    last, (entering, x) = lax.scan(step, state, (k, u, w, a))
-    return entering, x, last
-
-
-def _forward(operand, k, u, w, a, state):
-    found = entering, x, _ = _states(operand, k, u, w, a, state)
-    k, w = (None if y is None else rounded(y, operand) for y in (k, w))
-    return found, (k, w, a, entering, x)
+    chunks, starts, maps = _grouped(k, u, w, a), state[None], None
+    if (groups := len(chunks[0][0])) > 1:
+        features = state.shape[-2]
+        identity = jnp.broadcast_to(jnp.eye(features, dtype=state.dtype), (groups, *state.shape[:-1], features))
+        both = jnp.concatenate([identity, jnp.zeros((groups, *state.shape), state.dtype)], axis=-1)
+        both, _ = lax.scan(lambda both, chunk: (step(both, chunk)[0], None), both, chunks)
+        maps = both[..., :features]
+        starts = _starts(maps, both[..., features:], state)
+    last, (entering, x) = lax.scan(step, starts, chunks)
+    entering, x = (_flat(y)[: len(k)] for y in (entering, x))
+    return (entering, x, last[-1]), (k, w, a, maps, entering, x)
 
 
 def _backward(operand, residuals, cotangents):
     """The same form in reverse, for the cotangent of the state after each chunk; all else is products of batches."""
-    k, w, a, entering, x = residuals
+    k, w, a, maps, entering, x = residuals
     d_entering, d_x, d_last = cotangents
     if w is None:
         decays = None if a is None else jnp.concatenate([a, jnp.ones_like(a[:1])])
@@ -136,12 +150,18 @@ def _backward(operand, residuals, cotangents):
     else:
 
         def step(d_after, chunk):
-            k, w, a, d_before, d_x = chunk
+            k, d_x, w, a, d_before = chunk
             d_x = d_x + product("...nk,...kv->...nv", k, d_after, operand)
             d_before = d_before + _decayed(a, d_after) + product("...nk,...nv->...kv", w, d_x, operand)
             return d_before, (d_after, d_x)
 
-        d_state, (d_after, d_x) = lax.scan(step, d_last, (k, w, a, d_entering, d_x), reverse=True)
+        chunks, ends = _grouped(k, d_x, w, a, d_entering), d_last[None]
+        if maps is not None:
+            nothing = jnp.zeros((len(maps), *d_last.shape), d_last.dtype)
+            added, _ = lax.scan(lambda d, chunk: (step(d, chunk)[0], None), nothing, chunks, reverse=True)
+            ends = _starts(maps.mT, added, d_last, reverse=True)
+        d_states, (d_after, d_x) = lax.scan(step, ends, chunks, reverse=True)
+        d_state, d_after, d_x = d_states[0], _flat(d_after)[: len(k)], _flat(d_x)[: len(k)]
     d_k = product("...nv,...kv->...nk", x, d_after, operand)
     d_w = None if w is None else product("...nv,...kv->...nk", d_x, entering, operand)
     d_a = None
@@ -152,6 +172,31 @@ def _backward(operand, residuals, cotangents):
 
 
 _states.defvjp(_forward, _backward)
+
+
+def _grouped(k, u, w, a, *others):
+    """Arrays of n chunks `[n, ...]` as `[M, n / M, ...]`: the first of each group, the second, …
+
+    Chunks that fill up the last group change no state. Fewer than two groups are one.
+    """
+    size = _GROUP if len(k) >= 2 * _GROUP else len(k)
+
+    def grouped(x, fill):
+        more = -len(x) % size
+        x = jnp.concatenate([x, jnp.full((more, *x.shape[1:]), fill, x.dtype)]) if more else x
+        return jnp.moveaxis(x.reshape(-1, size, *x.shape[1:]), 1, 0)
+
+    return *(grouped(x, 0) for x in (k, u, w)), None if a is None else grouped(a, 1), *(grouped(x, 0) for x in others)
+
+
+def _flat(x):
+    """The inverse of `_grouped`."""
+    return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
+
+
+def _starts(maps, added, state, reverse=False):
+    """The state before each group, which takes S to `maps S + added`; with `reverse` after each."""
+    return lax.scan(lambda s, group: (group[0] @ s + group[1], s), state, (maps, added), reverse=reverse)[1]
 
 
 def _decayed(a, state):
