@@ -13,6 +13,7 @@ from attnlab.testing.layer import check_layer
 from attnlab.testing.recurrence import (
     RECURRENCE_FEATURES,
     RecurrenceFeature,
+    RecurrenceShape,
     check_recurrence,
     recurrence_answer,
     recurrence_call,
@@ -32,6 +33,7 @@ __all__ = [
     "Case",
     "Feature",
     "RecurrenceFeature",
+    "RecurrenceShape",
     "Report",
     "Row",
     "Shape",

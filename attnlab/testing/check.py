@@ -158,12 +158,13 @@ def _row(operator: Operator, subject: Subject, feature, gradients: bool, where: 
     return Row(feature.name, "right", _blind_spot(feature.dtype, where[0][1]), worst, compared, compares)
 
 
-def _blind_spot(dtype, shape: Shape | None) -> str:
+def _blind_spot(dtype, shape) -> str:
     """Which errors are within the bound of a coarse type; "" for float32."""
     precision = rounding(dtype)
     if precision <= np.finfo(np.float32).eps:
         return ""
-    floor = (8 + math.sqrt(shape.kv_length) if shape else 4) * precision  # of `bounds`, or of the recurrence's
+    roundings = 8 + math.sqrt(shape.kv_length) if isinstance(shape, Shape) else 4  # of `bounds`, or of the recurrence's
+    floor = roundings * precision
     products = "its products are in TF32: " if precision > float(jnp.finfo(dtype).eps) else ""
     return f"{products}errors up to {floor:.0%} of the largest value are within its bound"
 

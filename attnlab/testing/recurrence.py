@@ -7,9 +7,9 @@ from `erase`.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
 
 import jax
 import ml_dtypes
@@ -20,13 +20,32 @@ from attnlab.testing.check import Finding, Operator, compared, rounding, rows_of
 from attnlab.testing.report import Report, Row
 from attnlab.testing.subject import FLOATING, Subject, outputs_of
 
-# The sizes of a call; the length is a multiple of no chunk.
-BATCH, LENGTH, HEADS, FEATURES, VALUES = 2, 75, 2, 8, 5
+
+class RecurrenceShape(NamedTuple):
+    """The sizes of a call. The length is a multiple of no chunk.
+
+    >>> [RecurrenceShape(length=length, features=64, values=64).length for length in (1, 63, 65, 130)]
+    [1, 63, 65, 130]
+    """
+
+    batch: int = 2
+    length: int = 75
+    heads: int = 2
+    features: int = 8
+    values: int = 5
+
+    @property
+    def by_head(self) -> tuple[int, int, int]:
+        """The shape of a number for each token and head."""
+        return self.batch, self.length, self.heads
+
+
+_USUAL = RecurrenceShape()
 
 
 @dataclass(frozen=True)
 class RecurrenceFeature:
-    """A feature of the recurrence: `fields(rng)` are the arguments that a call with it has besides q, k and v.
+    """A feature of the recurrence: `fields(rng, shape)` are the arguments that a call has besides q, k and v.
 
     Attributes:
       name: e.g. "beta".
@@ -36,7 +55,7 @@ class RecurrenceFeature:
     """
 
     name: str
-    fields: Callable[[np.random.Generator], dict] = lambda rng: {}
+    fields: Callable[[np.random.Generator, RecurrenceShape], dict] = lambda rng, shape: {}
     left_out: tuple[str, ...] = ()
     dtype: type = np.float32
     transform: ClassVar[str] = "jit"
@@ -119,13 +138,15 @@ def check_recurrence(
     gradients: bool = True,
     cases: int = 40,
     on_row: Callable[[Row], None] = lambda row: None,
+    shapes: Sequence[RecurrenceShape] = (_USUAL,),
+    dtype: type = np.float32,
 ) -> Report:
     """Compare a function of the linear recurrence with a loop over tokens, feature by feature.
 
     Each result may err by four times the error of the loop in float32, plus 4ε(√(K + 3·64) + |G|) of its largest
     element: what forms by chunks of up to 64 tokens round. |G| is the sum of the logs of decays over 64 tokens, or 104
     where that is less, since what decays further is 0. So may, in the median, the gradient of a gate, of itself: a
-    difference of running sums has lost it. In bfloat16, of which results alone are, another four roundings.
+    difference of running sums has lost it. In bfloat16, in which kernels multiply too, another four roundings.
 
     Args:
       function: returns the output `[B, T, H, V]`, or (output, last state `[B, H, K, V]`).
@@ -133,8 +154,11 @@ def check_recurrence(
         `Unsupported`; None for a function that takes these.
       features: names in `RECURRENCE_FEATURES`, or "all".
       gradients: whether gradients are compared.
-      cases: number of calls over all features, at least one for each.
+      cases: number of calls over all features, at least one for each feature and shape.
       on_row: called with each feature's row when it is known.
+      shapes: sizes of the calls; all but the first have one call for each feature. Kernels for GPUs want e.g.
+        `RecurrenceShape(length=130, features=64, values=64)`.
+      dtype: of q, k and v in all features but "bfloat16", float32 or `jnp.bfloat16`.
 
     Returns:
       a `Report`.
@@ -148,7 +172,8 @@ def check_recurrence(
     """
     subject = Subject(outputs_of(function, adapter or dict, "state", _shapes))
     operator, chosen = Operator(_draw, _judge, _code), features_named(features, RECURRENCE_FEATURES)
-    return Report(tuple(rows_of(operator, subject, chosen, gradients, cases, (None,), on_row)))
+    chosen = [replace(each, dtype=np.dtype(dtype).type) if each.dtype == np.float32 else each for each in chosen]
+    return Report(tuple(rows_of(operator, subject, chosen, gradients, cases, tuple(shapes), on_row)))
 
 
 def _shapes(call: dict) -> tuple:
@@ -156,32 +181,33 @@ def _shapes(call: dict) -> tuple:
     return call["v"].shape, (batch, heads, call["q"].shape[-1], values)
 
 
-def _draw(feature: RecurrenceFeature, seed: int, shape: None = None) -> Case:
+def _draw(feature: RecurrenceFeature, seed: int, shape: RecurrenceShape) -> Case:
     rng = np.random.default_rng(seed)
-    q, k = rng.normal(size=(2, BATCH, LENGTH, HEADS, FEATURES))
+    q, k = rng.normal(size=(2, *shape.by_head, shape.features))
     k = k / np.linalg.norm(k, axis=-1, keepdims=True)
-    v, d_out = rng.normal(size=(2, BATCH, LENGTH, HEADS, VALUES))
-    call = {"q": q, "k": k, "v": v} | feature.fields(rng)
+    v, d_out = rng.normal(size=(2, *shape.by_head, shape.values))
+    call = {"q": q, "k": k, "v": v} | feature.fields(rng, shape)
     kept = ("segment_ids", "lengths")
     call = {name: x if name in kept else jax.tree.map(lambda x: x.astype(np.float32), x) for name, x in call.items()}
     call |= {name: call[name].astype(feature.dtype) for name in ("q", "k", "v")}
     return Case(feature, seed, shape, call, d_out.astype(np.float32), None)
 
 
-def recurrence_call(feature: str, seed: int) -> dict:
-    """The arguments of the call of a feature and a seed, as `check_recurrence` draws it.
+def recurrence_call(feature: str, seed: int, shape: RecurrenceShape = _USUAL, dtype: str = "float32") -> dict:
+    """The arguments of the call of a feature, a seed, sizes and the type of q, k and v, as `check_recurrence` draws it.
 
     >>> sorted(recurrence_call("beta", 0))
     ['beta', 'k', 'q', 'v']
     """
-    return _draw(RECURRENCE_FEATURES[feature], seed).call
+    return _draw(replace(RECURRENCE_FEATURES[feature], dtype=np.dtype(dtype).type), seed, shape).call
 
 
 def _code(case: Case, why: str, gradients: bool) -> str:
-    name = case.feature.name
+    name, sizes = case.feature.name, "" if case.shape == _USUAL else f", testing.{case.shape}"
+    dtype = f", dtype={np.dtype(case.feature.dtype).name!r}" if case.feature.dtype != np.float32 else ""
     return (
         f"# {name}: {why}\nfrom attnlab import testing\n\n"
-        f"call = testing.recurrence_call({name!r}, {case.seed})\n"
+        f"call = testing.recurrence_call({name!r}, {case.seed}{sizes}{dtype})\n"
         "expected = testing.recurrence_answer(call)['out']  # compare with my_function(**call)\n"
     )
 
@@ -198,7 +224,7 @@ def _error(case: Case, name: str, found, exact, naive) -> float:
     if not np.isfinite(found).all():
         return math.inf
     of_chunk = min(float(abs(np.asarray(case.call.get("g", 0), np.float64)).max()) * 64, 104)
-    floor = 4 * float(np.finfo(np.float32).eps) * (math.sqrt(FEATURES + 3 * 64) + of_chunk)
+    floor = 4 * float(np.finfo(np.float32).eps) * (math.sqrt(case.shape.features + 3 * 64) + of_chunk)
     epsilon = rounding(case.feature.dtype)  # of operands and results; the sums above have float32's
     floor += 4 * epsilon * (epsilon > float(np.finfo(np.float32).eps))
 
@@ -207,51 +233,50 @@ def _error(case: Case, name: str, found, exact, naive) -> float:
         return float(error / (4 * of_naive + floor))
 
     largest = ratio(np.max, max(abs(exact).max(), 1e-30))
-    if name != "the gradient of g":
+    if name != "the gradient of g" or not exact.any():
         return largest
     # Gates that nothing passes have the gradient 0.
     return max(largest, ratio(lambda error: np.median(error[exact != 0]), np.where(exact == 0, 1, abs(exact))))
 
 
 def _decay(sizes: str, strongest: float):
-    def fields(rng):
-        by_head = (BATCH, LENGTH, HEADS)
-        size = by_head if sizes == "head" else (*by_head, FEATURES)
+    def fields(rng, shape):
+        size = shape.by_head if sizes == "head" else (*shape.by_head, shape.features)
         return {"g": -np.exp(rng.uniform(np.log(1e-3), np.log(strongest), size))}
 
     return fields
 
 
-def _resets(rng):
-    gates = np.full((BATCH, LENGTH, HEADS), -0.3)
+def _resets(rng, shape):
+    gates = np.full(shape.by_head, -0.3)
     gates[:, 9::20], gates[:, 15::20] = -1e9, -np.inf
     return {"g": gates}
 
 
-def _beta(rng):
-    return {"beta": rng.uniform(0, 1, (BATCH, LENGTH, HEADS))}
+def _beta(rng, shape):
+    return {"beta": rng.uniform(0, 1, shape.by_head)}
 
 
-def _erase(rng):
-    e, r = rng.normal(size=(2, BATCH, LENGTH, HEADS, FEATURES))
+def _erase(rng, shape):
+    e, r = rng.normal(size=(2, *shape.by_head, shape.features))
     e, r = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (e, r))
     return {"erase": (0.8 * e, r)}
 
 
-def _state(rng):
-    return {"state": rng.normal(size=(BATCH, HEADS, FEATURES, VALUES))}
+def _state(rng, shape):
+    return {"state": rng.normal(size=(shape.batch, shape.heads, shape.features, shape.values))}
 
 
-def _segments(rng):
-    return {"segment_ids": np.cumsum(rng.random((BATCH, LENGTH)) < 0.1, axis=1).astype(np.int32)}
+def _segments(rng, shape):
+    return {"segment_ids": np.cumsum(rng.random(shape.by_head[:2]) < 0.1, axis=1).astype(np.int32)}
 
 
-def _lengths(rng):
-    return {"lengths": rng.integers(1, LENGTH, BATCH).astype(np.int32)}
+def _lengths(rng, shape):
+    return {"lengths": rng.integers(0, shape.length, shape.batch).astype(np.int32) + 1}
 
 
 def _both(*parts):
-    return lambda rng: {name: x for part in parts for name, x in part(rng).items()}
+    return lambda rng, shape: {name: x for part in parts for name, x in part(rng, shape).items()}
 
 
 _GATED_DELTA = _both(_decay("head", 1.0), _beta)
@@ -268,7 +293,7 @@ RECURRENCE_FEATURES = {
         RecurrenceFeature("beta and decay", _GATED_DELTA, ("g",)),
         RecurrenceFeature("beta and decay by feature", _both(_decay("feature", 1.0), _beta), ("g",)),
         RecurrenceFeature("erase", _erase, ("erase",)),
-        RecurrenceFeature("scale", lambda rng: {"scale": np.float32(0.7)}, ("scale",)),
+        RecurrenceFeature("scale", lambda rng, shape: {"scale": np.float32(0.7)}, ("scale",)),
         RecurrenceFeature("state", _both(_GATED_DELTA, _state), ("state",)),
         RecurrenceFeature("segments", _both(_GATED_DELTA, _segments), ("segment_ids",)),
         RecurrenceFeature("lengths", _both(_GATED_DELTA, _lengths), ("lengths",)),

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import attnlab
 from attnlab import testing
 from attnlab.testing import check_recurrence
+from tests.ops.cases import slow
 
 
 def recurrence(
@@ -83,6 +85,26 @@ def test_right_recurrence_is_right_with_its_gradients():
     report = check_recurrence(recurrence, features=features, cases=1)
     assert {row.outcome for row in report.rows} == {"right"} and report.ok, str(report)
     assert all(row.gradients for row in report.rows)
+
+
+SIZES = [testing.RecurrenceShape(1, length, 1, features=64, values=128) for length in (65, 1)]
+
+
+@pytest.mark.parametrize("features", [["resets"], slow("all")], ids=str)
+def test_recurrence_of_the_sizes_and_the_type_of_gpu_kernels_is_right(features):
+    function = functools.partial(attnlab.linear_recurrence, return_state=True, impl="parallel")
+    report = check_recurrence(function, features=features, cases=1, shapes=SIZES, dtype=jnp.bfloat16)
+    assert {row.outcome for row in report.rows} == {"right"}, str(report)
+    assert all(row.gradients and row.cases == 2 for row in report.rows)
+
+
+def test_planted_fault_of_other_sizes_and_type_has_code_that_shows_it():
+    faulty = functools.partial(recurrence, fault="state lost between chunks")
+    report = check_recurrence(faulty, None, "plain", False, 1, shapes=SIZES, dtype=jnp.bfloat16)
+    assert report["plain"].outcome == "wrong"
+    values = {}
+    exec(report["plain"].code, values)
+    assert values["call"]["q"].dtype == jnp.bfloat16 and values["call"]["v"].shape == (1, 65, 1, 128)
 
 
 def test_recurrence_without_an_argument_refuses():
