@@ -8,7 +8,8 @@ The model of `quickstart`, 500 steps a run. Variants have as many parameters, by
 
 Predicted before these variants were trained: a short convolution takes more than half of what Gated DeltaNet and
 Mamba-2 are better than attention. So attention with one closes more than half of the gap, and each of the two loses
-more than half of its own without. It held but for attention's gap to Mamba-2. Loss in nats a character, five seeds:
+more than half of its own without. Two of the four hold, one is open, and attention's gap to Mamba-2 fails. Loss in
+nats a character, five seeds:
 attention 1.491, with a convolution 1.375, mamba2 1.242, without 1.424, gated_delta 1.324, without 1.422, hybrid 1.323,
 forget 1.505; 73 runs, 40 minutes with --jobs=2 on two cores of an Intel Xeon (family 6, model 167), 29 November 2026.
 docs/guide/mixers.md has the table.
