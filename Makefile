@@ -1,4 +1,4 @@
-# make train | quick | test | test-slow | test-versions | test-hardware | campaigns | mutants | minutes | peers | lint |
+# make train | quick | test | test-slow | test-versions | test-hardware | test-jla | campaigns | mutants | minutes | peers | lint |
 #      format | bench | docs | lessons | figures | planned | conformance | constraints; CONTRIBUTING.md says what each does, and
 #      for how long
 # Processes that tests start would otherwise compile the package each.
@@ -24,7 +24,7 @@ VERSIONED = tests/ops tests/training --ignore=tests/training/test_pretrained.py 
 	tests/interop/test_export.py tests/interop/test_huggingface_families.py tests/interop/test_transforms.py \
 	tests/see/test_capturing.py tests/see/test_edits.py tests/testing/test_check_recurrence.py
 
-.PHONY: train quick test test-slow test-versions test-hardware campaigns mutants minutes peers lint format bench docs \
+.PHONY: train quick test test-slow test-versions test-hardware test-jla campaigns mutants minutes peers lint format bench docs \
 	lessons figures planned conformance constraints clean
 
 train: $(VENV)/installed
@@ -99,6 +99,13 @@ planned: $(VENV)/installed-hardware
 conformance: $(VENV)/installed-test
 	$(PIP) torch==2.13.0 tokamax==0.0.12
 	$(BIN)/python docs/conformance.py
+
+# The adapter to jax-linear-attention, two minutes; it wants JAX 0.11.2, so a folder of its own:
+# make test-jla PYTHON=python3.12 VENV=.venv-jla
+test-jla:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,jla]"
+	$(BIN)/python -m pytest tests/ops/recurrence/test_jla.py
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -57,7 +57,7 @@ FLOORS = (
     {"compare"},
     {"__main__"},
 )
-IMPORTABLE = {"ops": {"attnlab", "jax", "jaxtyping", "numpy"}, "support": {"attnlab", "jax", "rich"}}
+IMPORTABLE = {"ops": {"attnlab", "jax", "jaxtyping", "jla", "numpy"}, "support": {"attnlab", "jax", "rich"}}
 
 
 def imports(path: Path) -> set[str]:

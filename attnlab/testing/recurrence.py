@@ -247,6 +247,11 @@ def _decay(sizes: str, strongest: float):
     return fields
 
 
+def _fast(rng, shape):
+    """The state is e^−20 of the one before: gradients of gates are tiny, beside sums that are not."""
+    return {"g": -rng.uniform(15, 25, shape.by_head)}
+
+
 def _resets(rng, shape):
     gates = np.full(shape.by_head, -0.3)
     gates[:, 9::20], gates[:, 15::20] = -1e9, -np.inf
@@ -288,6 +293,7 @@ RECURRENCE_FEATURES = {
         RecurrenceFeature("decay by feature", _decay("feature", 1.0), ("g",)),
         RecurrenceFeature("strong decay", _decay("head", 90.0), ("g",)),
         RecurrenceFeature("strong decay by feature", _decay("feature", 90.0), ("g",)),
+        RecurrenceFeature("fast decay", _fast, ("g",)),
         RecurrenceFeature("resets", _resets, ("g",)),
         RecurrenceFeature("beta", _beta, ("beta",)),
         RecurrenceFeature("beta and decay", _GATED_DELTA, ("g",)),

@@ -51,7 +51,7 @@ def test_backend_is_right_in_its_features(function, features, shape, monkeypatch
     [
         ("chunked", ["bfloat16"]),
         ("recurrent", ["lengths"]),
-        ("parallel", ["bfloat16", "strong decay"]),
+        ("parallel", ["bfloat16", "fast decay"]),
         slow("chunked", list(RECURRENCE_FEATURES)),
         slow("recurrent", list(RECURRENCE_FEATURES)),
         slow("parallel", list(RECURRENCE_FEATURES)),

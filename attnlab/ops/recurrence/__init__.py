@@ -1,8 +1,8 @@
 """The linear recurrence that linear attention, Mamba-2, GLA, DeltaNet and their relatives have in common.
 
-Files: `terms` (the arrays of a call), `recurrent` (the specification), `chunked` (what runs on CPUs), `parallel` (what
-runs on accelerators), `decays`, `by_feature`, `substitution` and `products` (the parts of a chunk), `segments` (states
-of packed sequences), `devices` (sequences that are split).
+Files: `terms` and `call` (the arrays of a call), `recurrent` (the specification), `chunked` (what runs on CPUs),
+`parallel` (what runs on accelerators), `jla` (kernels of another library), `decays`, `by_feature`, `substitution` and
+`products` (the parts of a chunk), `segments` (states of packed sequences), `devices` (sequences that are split).
 """
 
 import functools
@@ -17,17 +17,18 @@ from jaxtyping import Float, Integer
 from attnlab.ops import checks, context, counting, meshes
 from attnlab.ops.explanation import Explanation
 from attnlab.ops.platforms import is_specified, is_tf32, platform_of
-from attnlab.ops.recurrence import chunked, devices, parallel, recurrent, segments
+from attnlab.ops.recurrence import chunked, devices, jla, parallel, recurrent, segments
+from attnlab.ops.recurrence.call import RecurrenceCall
 from attnlab.ops.recurrence.terms import Terms, fitting, scaled, starts_of, terms_of, within_lengths
 from attnlab.types import Array
 
-IMPLS = ("auto", "chunked", "parallel", "recurrent")
+# In the order of preference of "auto"; see `call` for what a backend is.
+_BACKENDS = {"recurrent": recurrent, "jla": jla, "parallel": parallel, "chunked": chunked}
 # Tokens of a chunk. On an EPYC's two cores gradients of decays by feature, whose scores take products at each halving,
 # take 0.71 to 0.93 of the time with 16 tokens in place of 32 (without erasure 0.87 and 1.07); on an H100 chunks of 128
 # took four times as long as of 64 (November 2026).
 CHUNKS = {"chunked": 32, "parallel": 64}
 _BY_FEATURE = 16  # of "chunked"
-_FEW = 4  # tokens that are faster one by one
 
 
 @checks.known_keywords
@@ -71,7 +72,8 @@ def linear_recurrence(
         `segment_ids` must not be traced.
       impl: "chunked", one chunk after another; "parallel", all chunks at once but for their states, whose products have
         operands of the type of q, k and v; "recurrent", the specification, which stores a state for each token when
-        differentiated; "auto", "recurrent" for a few tokens, else "parallel" on GPUs and TPUs, "chunked" on CPUs.
+        differentiated; "jla", the kernels of jax-linear-attention on a Hopper GPU; "auto", "recurrent" for a few
+        tokens, else "parallel" on GPUs and TPUs, "chunked" on CPUs.
       chunk_size: tokens of a chunk; None for 32, 16 where g is by feature, and 64 of "parallel".
 
     Returns:
@@ -110,10 +112,11 @@ def _recur(q, k, v, g, beta, erase, scale, segment_ids, lengths, state, *, impl,
     terms, state, split = _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state)
     if is_specified():
         impl, chunk_size = "recurrent", None
-    impl, size = _form(impl, chunk_size, terms, split, platform_of(q, k, v))
-    schedule = chunked.run if impl == "chunked" else functools.partial(parallel.run, operand=jnp.result_type(q, k, v))
+    call = RecurrenceCall(terms, jnp.result_type(q, k, v), split, platform_of(q, k, v))
+    impl = _choose(impl, call).backend
+    size = _chunk_size(impl, chunk_size, terms)
     with counting.scope():
-        out, last, entering = _run(schedule, terms, state, impl, size, split)
+        out, last, entering = _run(impl, call, state, size)
     # A product writes to the state, one for each query reads it, and an erasure reads and writes.
     (queries, values), erasures = out.shape[-2:], 2 * (terms.case != "no erasure")
     out = counting.marked(out, lambda: 2 * math.prod(state.shape[-2:]) * (1 + queries + erasures) / (queries * values))
@@ -153,29 +156,38 @@ def _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state):
     return *meshes.equally_varying((scaled(terms, scale), state.astype(terms.v.dtype))), split
 
 
-def _form(impl: str, chunk_size: int | None, terms: Terms, split, platform: str) -> tuple[str, int]:
-    """The form that runs, and the tokens of a chunk."""
-    if impl not in IMPLS:
-        raise ValueError(f"impl = {impl!r}: expected one of {', '.join(IMPLS)}")
+def _choose(impl: str, call: RecurrenceCall) -> Explanation:
+    """The backend that runs, and the reasons against the others; ValueError if `impl` names one that cannot."""
+    if impl not in ("auto", *_BACKENDS):
+        raise ValueError(f"impl = {impl!r}: expected one of auto, {', '.join(_BACKENDS)}")
+    rejected = {name: backend.reason_against(call) for name, backend in _BACKENDS.items()}
+    if impl != "auto" and rejected[impl]:
+        raise ValueError(f"impl = {impl!r} cannot run this: {rejected[impl]}; or use 'auto'")
+    reasons = {name: why or _BACKENDS[name].untried(call) for name, why in rejected.items()}
+    chosen = next(name for name, why in reasons.items() if not why) if impl == "auto" else impl
+    why = f"it could, but impl names {impl}" if impl == chosen else f"it could, but {chosen} is preferred"
+    return Explanation(chosen, {name: reasons[name] or why for name in _BACKENDS if name != chosen})
+
+
+def _chunk_size(impl: str, chunk_size: int | None, terms: Terms) -> int:
+    """The tokens of a chunk."""
     if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size = {chunk_size!r}: expected an integer number of tokens, 1 or more")
-    length = terms.v.shape[-3]
-    if impl == "auto":
-        impl = "recurrent" if length <= _FEW and split is None else "chunked" if platform == "cpu" else "parallel"
-    if impl == "recurrent" and split is not None:
-        raise ValueError("impl = 'recurrent' goes token by token, which context_parallel cannot split: use 'auto'")
     by_feature = terms.g is not None and terms.g.shape[-1] > 1
     size = _BY_FEATURE if impl == "chunked" and by_feature else CHUNKS.get(impl, 1)
-    return impl, min(chunk_size or size, max(length, 1))
+    return min(chunk_size or size, max(terms.v.shape[-3], 1))
 
 
-def _run(schedule, terms: Terms, state, impl: str, size: int, split):
+def _run(impl: str, call: RecurrenceCall, state, size: int):
     """(Outputs `[..., T, H, G, V]`, the last state, the states before each chunk or None)."""
-    if impl == "recurrent" or not terms.v.shape[-3]:
-        return *recurrent.run(terms, state), None
-    if split is not None:
-        return *devices.over_devices(schedule, split, terms, state, size), None
-    return schedule(terms, state, size)
+    if impl == "recurrent" or not call.length:
+        return *recurrent.run(call.terms, state), None
+    if impl == "jla":
+        return *jla.run(call, state), None
+    schedule = chunked.run if impl == "chunked" else functools.partial(parallel.run, operand=call.operand)
+    if call.split is not None:
+        return *devices.over_devices(schedule, call.split, call.terms, state, size), None
+    return schedule(call.terms, state, size)
 
 
 def explain(q, k, v, g=None, beta=None, *, impl="auto", chunk_size=None, platform=None, **named) -> Explanation:
@@ -187,15 +199,11 @@ def explain(q, k, v, g=None, beta=None, *, impl="auto", chunk_size=None, platfor
     named.pop("return_state", None)
     optional = dict.fromkeys(("erase", "scale", "segment_ids", "lengths", "state"))
     terms, _, split = _prepared(q, k, v, g, beta, **(optional | named))
-    platform = platform or platform_of(q, k, v)
-    chosen, size = _form(impl, chunk_size, terms, split, platform)
-    why = f"impl={impl!r}" if impl == chosen else None
-    if chosen == "recurrent":
-        return Explanation("recurrent", dict.fromkeys(CHUNKS, why or f"it is for more than {_FEW} tokens"))
-    other, for_ = ("chunked", "CPUs") if chosen == "parallel" else ("parallel", "GPUs and TPUs")
-    few = "context_parallel cannot split it" if split else why or f"token by token is for {_FEW} or fewer"
-    explanation = Explanation(chosen, {other: why or f"it is for {for_}", "recurrent": few})
-    over = f", over {split.devices} devices of {split.context.axis!r}" if split else ""
-    explanation.split = f"by {size} tokens, {terms.case}{over}"
-    explanation.products = "TF32" if is_tf32(jnp.result_type(q, k, v), platform) else ""
+    call = RecurrenceCall(terms, jnp.result_type(q, k, v), split, platform or platform_of(q, k, v))
+    explanation = _choose(impl, call)
+    size = _chunk_size(explanation.backend, chunk_size, terms)
+    if explanation.backend in CHUNKS:
+        over = f", over {split.devices} devices of {split.context.axis!r}" if split else ""
+        explanation.split = f"by {size} tokens, {terms.case}{over}"
+        explanation.products = "TF32" if is_tf32(call.operand, call.platform) else ""
     return explanation

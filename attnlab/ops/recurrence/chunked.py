@@ -17,11 +17,22 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from attnlab.ops.recurrence.call import RecurrenceCall
 from attnlab.ops.recurrence.decays import Decays
 from attnlab.ops.recurrence.substitution import solve
 from attnlab.ops.recurrence.terms import Terms
 
 _NOTHING = -750.0  # a log whose exponential is 0, in float64 too
+
+
+def reason_against(call: RecurrenceCall) -> str | None:
+    """See `call`: it runs all calls."""
+    return None
+
+
+def untried(call: RecurrenceCall) -> str | None:
+    """See `call`."""
+    return None if call.platform == "cpu" else "it is for CPUs"
 
 
 def run(terms: Terms, state, size: int):

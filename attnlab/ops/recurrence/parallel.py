@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from attnlab.ops.recurrence.call import RecurrenceCall
 from attnlab.ops.recurrence.chunked import by_chunk, joined, with_finite_logs
 from attnlab.ops.recurrence.decays import Decays
 from attnlab.ops.recurrence.products import product, rounded
@@ -45,6 +46,16 @@ class Inside(NamedTuple):
     u: Array
     w: Array | None
     a: Array | None
+
+
+def reason_against(call: RecurrenceCall) -> str | None:
+    """See `call`: it runs all calls."""
+    return None
+
+
+def untried(call: RecurrenceCall) -> str | None:
+    """See `call`."""
+    return None if call.platform != "cpu" else "it is for GPUs and TPUs"
 
 
 def run(terms: Terms, state, size: int, operand: DType):

@@ -10,7 +10,10 @@ A state decays, then what it holds at r is erased, then a value is written at k;
 import jax
 import jax.numpy as jnp
 
+from attnlab.ops.recurrence.call import RecurrenceCall
 from attnlab.ops.recurrence.terms import Terms
+
+_FEW = 4  # tokens that are faster one by one
 
 
 def run(terms: Terms, state):
@@ -31,3 +34,13 @@ def run(terms: Terms, state):
     by_token = jax.tree.map(lambda x: jnp.moveaxis(x, time, 0), terms.general())
     state, out = jax.lax.scan(step, state, by_token)
     return jnp.moveaxis(out, 0, time), state
+
+
+def reason_against(call: RecurrenceCall) -> str | None:
+    """See `call`."""
+    return None if call.split is None else "it goes token by token, which context_parallel cannot split"
+
+
+def untried(call: RecurrenceCall) -> str | None:
+    """See `call`."""
+    return None if call.length <= _FEW else f"token by token is for {_FEW} or fewer"

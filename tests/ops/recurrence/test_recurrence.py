@@ -219,15 +219,17 @@ def test_explanation_names_the_form_the_size_of_chunks_and_the_case():
     explain = functools.partial(attnlab.explain, operator=linear_recurrence)
     assert str(explain(**drawn)).splitlines() == [
         "runs chunked by 32 tokens, symmetric",
-        "not parallel: it is for GPUs and TPUs",
         "not recurrent: token by token is for 4 or fewer",
+        "not jla: it needs jax-linear-attention 0.1.0, and it is not installed: pip install 'attnlab[jla]'",
+        "not parallel: it is for GPUs and TPUs",
     ]
     for platform in ("gpu", "tpu"):
         found = str(explain(**drawn | {"q": np.float32(drawn["q"])}, platform=platform))
         products = ", products in TF32" if platform == "gpu" else ""
-        assert found.startswith(f"runs parallel by 40 tokens, symmetric{products}\nnot chunked: it is for CPUs")
+        assert found.startswith(f"runs parallel by 40 tokens, symmetric{products}\n")
+        assert found.endswith("\nnot chunked: it is for CPUs")
     assert explain(**cut(drawn, slice(0, 4)) | {"lengths": None}).backend == "recurrent"
-    assert "impl='recurrent'" in explain(**drawn, impl="recurrent").rejected["chunked"]
+    assert explain(**drawn, impl="recurrent").rejected["chunked"] == "it could, but impl names recurrent"
     del drawn["beta"]
     assert "by 8 tokens, no erasure" in str(explain(**drawn, chunk_size=8))
     assert "general" in str(explain(**draw("feature", "pair"), return_state=True))
@@ -241,7 +243,7 @@ zeros = functools.partial(np.zeros, dtype=np.float32)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"impl": "fast"}, "impl = 'fast': expected one of auto, chunked, parallel, recurrent"),
+        ({"impl": "fast"}, "impl = 'fast': expected one of auto, recurrent, jla, parallel, chunked"),
         ({"chunk_size": 0}, "chunk_size = 0"),
         ({"return_state": "all"}, "return_state = 'all'"),
         ({"return_state": "segments"}, "return_state = 'segments' without segment_ids"),

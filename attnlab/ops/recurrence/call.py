@@ -1,0 +1,33 @@
+"""A call of the recurrence, as its backends see it.
+
+A backend is a module with `run`, `reason_against(call)`, the reason why it cannot run a call, or None, and
+`untried(call)`, the reason why "auto" leaves a call to others, or None. Code that has not run on the hardware it is for
+runs only when `impl` names it.
+"""
+
+from typing import NamedTuple
+
+from attnlab.ops.context import ShardedCall
+from attnlab.ops.recurrence.terms import Terms
+from attnlab.types import DType
+
+
+class RecurrenceCall(NamedTuple):
+    """The arrays of a call, and where they are.
+
+    Attributes:
+      terms: with their heads repeated and q scaled, in float32 or wider.
+      operand: the type of q, k and v.
+      split: how `context_parallel` splits the sequence; None if it does not.
+      platform: "cpu", "gpu" or "tpu".
+    """
+
+    terms: Terms
+    operand: DType
+    split: ShardedCall | None
+    platform: str
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return self.terms.v.shape[-3]
