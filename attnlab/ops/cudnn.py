@@ -15,6 +15,7 @@ from attnlab.ops.dense import inert
 from attnlab.ops.mask_algebra import And
 from attnlab.ops.masks import Padding, as_band
 from attnlab.ops.meshes import over_shards
+from attnlab.ops.platforms import is_hopper
 from attnlab.types import Array
 
 PLATFORM = "gpu"
@@ -24,14 +25,15 @@ HAS_LSE = False  # JAX drops the gradient of its lse, and rounds it to q's type
 def reason_against(call: AttentionCall) -> str | None:
     """The reason why this backend cannot run a call, or None."""
     q, k, v, head_dim = call.q, call.k, call.v, call.q.shape[-1]
+    largest = 256 if is_hopper(q, k, v) else 128
     band, paddings = _split(call.mask)
     has_window = band is not None and band.left is not None
     reasons = {
         "cuDNN was not found": not _is_there(),
         f"it has no {q.dtype}, only float16 and bfloat16": q.dtype not in (jnp.float16, jnp.bfloat16),
         "q, k and v must have one type": not q.dtype == k.dtype == v.dtype,
-        f"heads of {head_dim} and {v.shape[-1]} features: it supports equal ones, multiples of 8 up to 128": not (
-            head_dim == v.shape[-1] and head_dim % 8 == 0 and head_dim <= 128
+        f"heads of {head_dim} and {v.shape[-1]} features: it supports equal ones, multiples of 8 up to {largest}": not (
+            head_dim == v.shape[-1] and head_dim % 8 == 0 and head_dim <= largest
         ),
         "it has no score mods": bool(call.score_mods),
         "the gradient of a bias came out wrong on an H100, with JAX 0.11.2": call.bias is not None,
@@ -53,7 +55,10 @@ def reason_against(call: AttentionCall) -> str | None:
 
 def untried(call: AttentionCall) -> str | None:
     """The reason why "auto" leaves a call to other backends, or None."""
-    return "no recorded run on a GPU has padding: it runs when named" if _split(call.mask)[1] else None
+    reasons = {"padding": bool(_split(call.mask)[1]), "heads of more than 128 features": call.q.shape[-1] > 128}
+    return next(
+        (f"no recorded run on a GPU has {name}: it runs when named" for name, holds in reasons.items() if holds), None
+    )
 
 
 def _is_there() -> bool:

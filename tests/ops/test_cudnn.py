@@ -69,6 +69,15 @@ def test_what_has_not_run_on_a_gpu_runs_only_when_named(terms):
         assert attnlab.explain(q, k, k, impl=impl, **terms).backend == "cudnn"
 
 
+def test_heads_of_more_than_128_features_need_hopper_and_the_name(monkeypatch):
+    wide = np.zeros((2, 256, 2, 256), jnp.bfloat16)
+    assert "multiples of 8 up to 128" in attnlab.explain(wide, wide, wide).rejected["cudnn"]
+    monkeypatch.setattr(cudnn, "is_hopper", lambda *arrays: True)
+    chosen = attnlab.explain(wide, wide, wide)
+    assert chosen.backend == "blockwise" and "more than 128 features: it runs when named" in chosen.rejected["cudnn"]
+    assert attnlab.explain(wide, wide, wide, impl="cudnn").backend == "cudnn"
+
+
 @pytest.fixture
 def by_xla(monkeypatch):
     """JAX's own implementation in the kernel's place, so that this CPU computes all around it."""
