@@ -2,7 +2,7 @@
 
     attnlab conform jax.nn.dot_product_attention
     attnlab conform my_module:my_function --adapter=my_module:adapt --features=causal,window,sinks
-    attnlab conform my_module:my_recurrence --recurrence
+    attnlab conform my_module:my_recurrence --recurrence --lengths=1,63,65,130 --head_dims=64,128 --dtype=bfloat16
 
 Each feature is right, wrong (with the smallest failing call as code), ignored (the output is what the call without
 it returns), refused, or slow (memory that grows with Tq·Tk). Without --adapter the function is called by keywords, as
@@ -56,6 +56,10 @@ def _define(values, argv):
     flags.DEFINE_string("features", "all", "names of features, with commas between them", flag_values=values)
     flags.DEFINE_integer("cases", 200, "number of calls over all features", lower_bound=1, flag_values=values)
     flags.DEFINE_bool("recurrence", False, "check a function of the linear recurrence", flag_values=values)
+    usual = "with --recurrence: "
+    flags.DEFINE_list("lengths", ["75"], f"{usual}lengths of its calls, in tokens", flag_values=values)
+    flags.DEFINE_list("head_dims", [], f"{usual}features of keys and values; by default 8 and 5", flag_values=values)
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], f"{usual}type of q, k and v", flag_values=values)
     flags.DEFINE_bool("gradients", True, "whether gradients are compared", flag_values=values)
     meaning = "seconds after which a feature is wrong, as the function does not return"
     flags.DEFINE_float("timeout", 600.0, meaning, lower_bound=1.0, flag_values=values)
@@ -90,8 +94,8 @@ def _foreign(names: list[str]) -> str:
 def _conform(values, name: str, chosen: list[str]) -> int:
     """Check a function, print its rows, and write them to --out."""
     each = max(1, round(values.cases / len(chosen)))
-    asked = {"function": name, "adapter": values.adapter, "gradients": values.gradients, "cases": each}
-    asked["recurrence"] = values.recurrence
+    how = {"gradients": values.gradients, "cases": each, "recurrence": values.recurrence, "calls": _calls(values)}
+    asked = {"function": name, "adapter": values.adapter, **how}
     version, rows, meanings = checked(asked, chosen, values.timeout)
     likes = report.likes(rows)
     found = {**asked, "version": version, "rows": list(map(dataclasses.asdict, rows)), "meanings": meanings}
@@ -109,6 +113,21 @@ def _conform(values, name: str, chosen: list[str]) -> int:
     if outcomes == {"refused"}:
         raise UserError(f"{name} refused all features, so nothing was compared: see the reasons above")
     return int(bool(outcomes & {"wrong", "ignored"}))
+
+
+def _calls(values) -> dict | None:
+    """The type and the sizes (length, features, values) of the calls of a recurrence; None for attention."""
+    present = [name for name in ("lengths", "head_dims", "dtype") if values[name].present]
+    if present and not values.recurrence:
+        raise UserError(f"--{present[0]} is for a linear recurrence: add --recurrence, or leave it out")
+    numbers = {}
+    for name in ("lengths", "head_dims"):
+        if not all(word.isdigit() and int(word) for word in values[name].value):
+            raise UserError(f"--{name}={','.join(values[name].value)}: expected positive numbers, such as 64,128")
+        numbers[name] = list(map(int, values[name].value))
+    sizes = [(dim, dim) for dim in numbers["head_dims"]] or [(8, 5)]
+    shapes = [(length, *size) for size in sizes for length in numbers["lengths"]]
+    return {"dtype": values.dtype, "shapes": shapes} if values.recurrence else None
 
 
 def checked(asked: dict, features: list[str], timeout: float) -> tuple[str, list[Row], dict[str, str]]:

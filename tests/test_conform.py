@@ -102,7 +102,8 @@ def test_function_that_does_not_return_is_reported_and_checked_on(here, capsys):
 
 
 def test_recurrence_is_checked_by_its_features(here, capsys):
-    assert run("mine.py:recurrence", "--recurrence", "--features=decay,beta", "--cases=2", "--nogradients") == 0
+    sizes = ["--lengths=1,9", "--head_dims=16", "--dtype=bfloat16"]
+    assert run("mine.py:recurrence", "--recurrence", "--features=decay,beta", "--cases=4", "--nogradients", *sizes) == 0
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[:2]] == [
         ["decay", "right"],
         ["beta", "refused"],
@@ -121,6 +122,8 @@ def test_missing_platform_is_no_verdict(here, capsys, monkeypatch):
         (["quits:f"], "quits:f: it ended its process with 0"),
         slow(["mine:recurrence", "--features=causal"], "mine:recurrence refused all features, so nothing was compared"),
         (["mine:right", "--features=decay"], "features of a linear recurrence need --recurrence"),
+        (["mine:right", "--dtype=bfloat16"], "--dtype is for a linear recurrence: add --recurrence, or leave it out"),
+        (["mine:right", "--recurrence", "--lengths=4,x"], "--lengths=4,x: expected positive numbers, such as 64,128"),
         (["mine:right", "--out=mine.py/sub"], "--out=mine.py/sub cannot be written (Not a directory)"),
         (["mine:right", "causal"], "(mine:right, causal): expected one, and options as --name=value"),
         (["mine:right", "--features=flash"], "--features: 'flash' is unknown: use some of plain"),

@@ -59,8 +59,9 @@ def subject(function: str, adapter: str | None) -> tuple[Callable, Callable, str
 def main(asked: dict) -> int:
     """Check one function, feature by feature, on standard output."""
     import jax
+    import jax.numpy as jnp
 
-    from attnlab.testing import as_attnlab, check_attention, check_recurrence
+    from attnlab.testing import RecurrenceShape, as_attnlab, check_attention, check_recurrence
     from attnlab.testing.subject import AdapterError
 
     try:
@@ -77,6 +78,9 @@ def main(asked: dict) -> int:
     }
     try:
         if asked["recurrence"]:
+            calls = asked["calls"]
+            shapes = [RecurrenceShape(length=n, features=k, values=v) for n, k, v in calls["shapes"]]
+            options |= {"shapes": shapes, "dtype": jnp.dtype(calls["dtype"]).type}
             report = check_recurrence(function, None if adapter is as_attnlab else adapter, **options)
         else:
             report = check_attention(function, adapter, **options)
