@@ -97,7 +97,7 @@ def test_split_sequence_names_its_devices_and_refuses_what_is_whole(own_errors):
     options = {"segment_ids": np.zeros((4, LENGTH), int), "return_state": "segments"}
     with jax.set_mesh(mesh_of(context=4)), attnlab.context_parallel("context"):
         explained = attnlab.explain(**arrays, operator=linear_recurrence)
-        assert "over 4 devices of 'context'" in str(explained) and "cannot split it" in str(explained)
+        assert "over 4 devices of 'context'" in str(explained) and "context_parallel cannot split" in str(explained)
         for change, message in (
             ({"impl": "recurrent"}, "context_parallel cannot split"),
             (options, "of whole sequences"),
