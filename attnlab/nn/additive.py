@@ -58,7 +58,7 @@ class AdditiveAttention(checks.MaskedModule):
           inputs_q: s, `[B, Tq, F]`.
           inputs_kv: h, `[B, Tk, Fk]`.
           mask: and-ed with the field, e.g. `masks.Padding(lengths)`.
-          deterministic: no effect, as this module has no dropout; accepted like `MultiHeadAttention`'s.
+          deterministic: no effect, because this module has no dropout; accepted as in `MultiHeadAttention`.
 
         Returns:
           c, `[B, Tq, Fk]`; 0 in fully masked rows.

@@ -1,4 +1,4 @@
-"""The caches of attention: ring buffers, in which position p of a sequence has slot p mod S."""
+"""The caches of attention: ring buffers, which store position p of a sequence in slot p mod S."""
 
 from typing import Any, NamedTuple
 
@@ -21,12 +21,12 @@ class KVCache(NamedTuple):
 
     Attributes:
       key: `[B, S, Hk, D]`, in any floating type; keys and values are cast to it.
-      value: `[B, S, Hv, Dv]`, as the keys but where a layer has values of another shape.
+      value: `[B, S, Hv, Dv]`, like the keys unless the layer's values have another shape.
       length: int32 `[B]`, number of positions so far. Lower it to discard the newest, e.g. a prompt's right padding.
-      forget: `[B, S, H]`, of a forget gate the running sum at each position, less a number for each head that is the
-        same for all; None without the gate.
+      forget: `[B, S, H]`, the running sum of a forget gate at each position, minus a number for each head that is the
+        same for all positions; None without the gate.
       conv: the last W − 1 inputs of the layer's short convolutions, `[B, W − 1, heads, D]` for "query", "key" and
-        "value"; None without them. They cannot be discarded with the newest positions.
+        "value"; None without convolutions. They cannot be discarded with the newest positions.
 
     >>> cache = KVCache.empty(batch=2, capacity=8, kv_heads=1, head_dim=4)
     >>> cache = cache.extend(jnp.ones((2, 3, 1, 4)), jnp.ones((2, 3, 1, 4)))
@@ -54,7 +54,7 @@ class KVCache(NamedTuple):
     ) -> "KVCache":
         """An empty cache for `capacity` S positions, with keys and values of type `dtype`.
 
-        `forget_heads` is the number of query heads H of a layer with a forget gate, whose sums are at least float32.
+        `forget_heads` is the number of query heads H of a layer with a forget gate; its sums are at least float32.
         """
         shape, wide = (batch, capacity, kv_heads, head_dim), jnp.promote_types(dtype, jnp.float32)
         forget = None if forget_heads is None else jnp.zeros((batch, capacity, forget_heads), wide)
@@ -62,7 +62,7 @@ class KVCache(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """S, the number of positions kept."""
+        """S, the number of slots."""
         return self.key.shape[1]
 
     def positions(self) -> Int[Array, "B S"]:
@@ -76,7 +76,7 @@ class KVCache(NamedTuple):
         forget: Float[Array, "B T H"] | None = None,
         lengths: Int[Array, " B"] | None = None,
     ) -> "KVCache":
-        """Append T positions, or the first `lengths` of them; ValueError where T exceeds the capacity.
+        """Append T positions, or the first `lengths` of them; ValueError if T exceeds the capacity.
 
         `forget` is the running sum of log forget gates, counted from the newest position of the cache.
         """
@@ -85,7 +85,7 @@ class KVCache(NamedTuple):
 
 
 class LatentCache(NamedTuple):
-    """The latents of previous positions, from which `LatentAttention` has keys and values: as `KVCache`, but smaller.
+    """The latents of previous positions, from which `LatentAttention` computes keys and values; a smaller `KVCache`.
 
     Attributes:
       latent: `[B, S, R]`, normalized.
@@ -109,7 +109,7 @@ class LatentCache(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """S, the number of positions kept."""
+        """S, the number of slots."""
         return self.latent.shape[1]
 
     def positions(self) -> Int[Array, "B S"]:
@@ -119,16 +119,16 @@ class LatentCache(NamedTuple):
     def extend(
         self, latent: Float[Array, "B T R"], rotary: Float[Array, "B T D"], lengths: Int[Array, " B"] | None = None
     ) -> "LatentCache":
-        """Append T positions, or the first `lengths` of them; ValueError where T exceeds the capacity."""
+        """Append T positions, or the first `lengths` of them; ValueError if T exceeds the capacity."""
         return _extended(self, LatentCache(latent, rotary, None), lengths)
 
 
 def step(cache, fresh, mask: Mask | None, num_heads: int, lengths=None):
-    """The keys of a step of T tokens: (arrays as a cache, their positions, the mask; the cache with the tokens).
+    """The keys of a step of T tokens: (arrays as a cache, their positions, the mask, the cache with the tokens).
 
-    `fresh` is a cache of the tokens, without lengths, and the keys of `mask` are the S slots. One token attends to the
-    extended cache. Of several, the last overwrite keys of a full cache that the first attend to: so all attend to S + T
-    keys, the old cache's and the tokens', in the order of their positions, from 0 while the cache is not full.
+    `fresh` is a cache of the tokens, without lengths; the keys of `mask` are the S slots. One token attends to the
+    extended cache. Of several tokens, the last overwrite keys of a full cache to which the first attend. So all attend
+    to S + T keys, the old cache's and the tokens', in order of position, from 0 while the cache is not full.
     """
     cache, batch, capacity, new = _rebased(cache), cache.length.shape, cache.capacity, fresh[0].shape[1]
     extended = _extended(cache, fresh, lengths)
@@ -154,13 +154,13 @@ def step(cache, fresh, mask: Mask | None, num_heads: int, lengths=None):
 
     mask = jax.tree.map(over_keys, mask, is_leaf=lambda part: not isinstance(part, And | Or | Not))
     keys = jax.tree.map(lambda old, x: in_order(old, x, first, cache.length), cache._replace(length=None), fresh)
-    # Each token attends to S positions; padding and what follows it is outside of all windows.
+    # Each token attends to S positions; padding and the keys after it are outside all windows.
     kv_positions = jnp.where(positions < extended.length[:, None], positions, 1 - POSITION_LIMIT)
     return keys, kv_positions, join(mask, SlidingWindow(capacity - 1, INT32_MAX)), extended
 
 
 def _rebased(cache):
-    """The cache with sums less the newest position's: they stay small in a long text, and near keys' exact."""
+    """Subtract the newest position's sum from all sums: they stay small in a long text, and exact for near keys."""
     if getattr(cache, "forget", None) is None:
         return cache
     newest = ((cache.length - 1) % cache.capacity)[:, None, None]
@@ -180,13 +180,13 @@ def _positions(length, capacity: int):
 
 
 def _written(old, fresh, length, lengths):
-    """`[B, S, …]` with T new entries after the first `length`, or `lengths` of them."""
+    """Write T new entries, or the first `lengths` of them, into `[B, S, …]` after the first `length`."""
     new, capacity = fresh.shape[1], old.shape[1]
     if new > capacity:
         raise ValueError(f"{new} tokens do not fit a cache of {capacity}: prefill only the last {capacity}")
     # Sequences may differ in length, so each is written at its own slots.
     slots = (length[:, None] + jnp.arange(new)) % capacity
-    if lengths is not None:  # padding has slots past the end, which are not written
+    if lengths is not None:  # padding gets slots past the end, which are not written
         slots = jnp.where(jnp.arange(new) < jnp.asarray(lengths)[:, None], slots, capacity + jnp.arange(new))
     set_slots = jax.vmap(lambda row, at, x: row.at[at].set(x.astype(row.dtype), mode="drop", unique_indices=True))
     return set_slots(old, slots, fresh)

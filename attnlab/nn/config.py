@@ -1,4 +1,4 @@
-"""The description of a model: the kinds of its layers, and what all layers share; checked once, in its constructor."""
+"""The config of a model: the kinds of its layers and the options that layers share, checked once, when constructed."""
 
 import dataclasses
 import functools
@@ -39,9 +39,9 @@ _ATTENTION = (AttentionConfig, LocalConfig, ForgetConfig, DifferentialConfig, La
 _RECURRENT = (LinearConfig, RetentionConfig, GatedLinearConfig, Mamba2Config, DeltaConfig, GatedDeltaConfig)
 _DELTA = (KimiDeltaConfig, DeltaProductConfig, RWKV7Config, HGRN2Config, GRUConfig)
 _ALL = (*_ATTENTION, StickBreakingConfig, *_RECURRENT, *_DELTA, CausalConvConfig, GatedConvConfig)
-KINDS: dict[str, type[LayerConfig]] = {each.kind: each for each in _ALL}  # a user's kinds are added
+KINDS: dict[str, type[LayerConfig]] = {each.kind: each for each in _ALL}  # user-defined kinds are added
 POSITIONS = ("auto", "learned", "sinusoidal", "rotary", "alibi", "none")
-_CAP = {"low": 1e-3, "high": 1e6}  # of logits
+_CAP = {"low": 1e-3, "high": 1e6}  # bounds of logit_cap
 _LAYER = r"layers\[(\d+)\]"  # the name of one layer of the period
 
 
@@ -55,8 +55,8 @@ class ModelConfig:
 
     Attributes:
       layers: the configs of one period of layers.
-      dtype: of the computation.
-      padded_vocab_size: rows of the tables of tokens; the rows after the tokens are padding. None for vocab_size.
+      dtype: type of the computation.
+      padded_vocab_size: rows of the token tables; the rows after the tokens are padding. None for vocab_size.
     """
 
     vocab_size: int = option("tokens of the vocabulary, V", 256, low=1)
@@ -105,14 +105,14 @@ class ModelConfig:
 
     @classmethod
     def of(cls, layers: str | LayerConfig | Sequence[LayerConfig] = "attention", **values) -> "ModelConfig":
-        """The config of values by name.
+        """Make a config from values by name.
 
         Args:
           layers: the kinds of one period of layers, as in "gated_delta*3 attention"; or their configs.
-          values: fields, and by their kind the options of layers, `attention={"window": 64}`; see `changed`.
+          values: fields, and the options of layers by kind, as in `attention={"window": 64}`; see `changed`.
 
         Raises:
-          FieldError: values that cannot be, or that have no effect.
+          FieldError: a value is invalid or has no effect.
         """
         return cls().changed({"layers": layers} | values)
 
@@ -120,12 +120,12 @@ class ModelConfig:
         """The config with some fields changed; all changes are checked together.
 
         Args:
-          values: by name, fields; "layers", configs, or kinds (one that the config already has keeps its options);
-            "attention.window" is of all layers of a kind, "layers[0].window" of one of the period; "attention" is a
-            mapping of options, or a config in their place.
+          values: fields by name; "layers" takes configs, or kinds (a kind that the config already has keeps its
+            options); "attention.window" is an option of all layers of a kind, "layers[0].window" of one layer of the
+            period; "attention" takes a mapping of options, or a config to replace them.
 
         Raises:
-          FieldError: values that cannot be, or that have no effect.
+          FieldError: a value is invalid or has no effect.
 
         >>> config = ModelConfig.of("attention*2").changed({"layers[0].window": 16, "width": 64})
         >>> [layer.window for layer in config.layers], config.width
@@ -156,7 +156,7 @@ class ModelConfig:
             layer.check(self)
 
     def replace(self, **fields) -> "ModelConfig":
-        """The config with other values of some fields."""
+        """The config with some fields replaced."""
         return dataclasses.replace(self, **fields)
 
     def layer(self, number: int) -> LayerConfig:
@@ -165,7 +165,7 @@ class ModelConfig:
 
     @functools.cached_property
     def used(self) -> tuple[LayerConfig, ...]:
-        """The different configs of the model's layers."""
+        """The distinct configs of the model's layers."""
         found = []
         for layer in self.layers[: self.num_layers]:
             found += [layer] * (layer not in found)
@@ -178,7 +178,7 @@ class ModelConfig:
 
     @property
     def position_encoding(self) -> str:
-        """`positions`, where "auto" is rotary if a layer has them, otherwise none."""
+        """`positions`, with "auto" resolved: "rotary" if a layer has rotary positions, otherwise "none"."""
         if self.positions != "auto":
             return self.positions
         return "rotary" if any(layer.rotary is not None for layer in self.used) else "none"
@@ -190,7 +190,7 @@ class ModelConfig:
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the tables of tokens: vocab_size, and those after it that pad them."""
+        """Rows of the token tables: `padded_vocab_size`, or `vocab_size` without padding."""
         return self.padded_vocab_size or self.vocab_size
 
     @property
@@ -206,7 +206,7 @@ class ModelConfig:
         return nn.initializers.normal(0.02 / (2 * self.num_layers) ** 0.5)
 
     def norm_of(self, number: int) -> str:
-        """Where the norms of a layer are, where "hybrid" is after attention, and before other mixers."""
+        """Where a layer's norms are; "hybrid" means after attention and before other mixers."""
         if self.norm_at != "hybrid":
             return self.norm_at
         return "after" if isinstance(self.layer(number), SoftmaxConfig) else "before"
@@ -216,7 +216,7 @@ ModelConfig.__doc__ = documented(ModelConfig.__doc__, options(ModelConfig))
 
 
 def words_of(layers: str) -> list[str]:
-    """The kinds of one period, "gated_delta*3 attention", one by one; FieldError for others."""
+    """Expand "gated_delta*3 attention" to the kinds of one period, one by one; FieldError for invalid words."""
     words = []
     for word in layers.split():
         kind, _, times = word.partition("*")
@@ -236,7 +236,7 @@ def _kinds(layers: Sequence[LayerConfig]) -> str:
 
 
 def _layers(layers: str | LayerConfig | Sequence[LayerConfig], now: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
-    """The configs of layers; of kinds that are there now with the options that they have."""
+    """The configs of layers; kinds that are in `now` keep their options."""
     if not isinstance(layers, str):
         return (layers,) if isinstance(layers, LayerConfig) else tuple(layers)
     if (words := words_of(layers)) == [layer.kind for layer in now]:
@@ -250,7 +250,7 @@ def _layers(layers: str | LayerConfig | Sequence[LayerConfig], now: Sequence[Lay
 
 
 def _with(layers: Sequence[LayerConfig], name: str, change: Mapping[str, Any] | LayerConfig) -> tuple[LayerConfig, ...]:
-    """The layers after a change, options by dotted name or a config, of all of a kind or of "layers[0]"."""
+    """Apply a change, options by dotted name or a config, to all layers of a kind or to "layers[0]"."""
     index = re.fullmatch(_LAYER, name)
     chosen = [n for n, layer in enumerate(layers) if (n == int(index[1]) if index else layer.kind == name)]
     if index and not chosen:
@@ -269,7 +269,7 @@ def _replaced(layer: LayerConfig, change: Mapping[str, Any] | LayerConfig) -> La
 
 
 def _check_default(layer: LayerConfig, layers: str) -> None:
-    """Raise FieldError for an option of a kind that no layer is of."""
+    """Raise FieldError for an option that is set for a kind that no layer has."""
     default, names = type(layer)(), [field.name for field in dataclasses.fields(layer)]
     for name in [*option_values(layer), *(name for name in names if name not in options(type(layer)))]:
         value, usual = (functools.reduce(getattr, name.split("."), each) for each in (layer, default))
@@ -278,7 +278,7 @@ def _check_default(layer: LayerConfig, layers: str) -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
-    """Raise FieldError for fields that do not fit together, or have no effect."""
+    """Raise FieldError for fields that do not fit together or have no effect."""
     kinds = ", ".join(layer.kind for layer in model.used)
     encoding, rotating = model.position_encoding, [layer for layer in model.used if layer.rotary is not None]
     biased = [layer for layer in model.used if any(field.name == "score_mod" for field in dataclasses.fields(layer))]

@@ -1,4 +1,4 @@
-"""The part of a file, or of a notebook's cells, that a user's layer reaches: what a run copies of it."""
+"""The part of a file or of a notebook's cells that a user-defined layer reaches, which a run copies."""
 
 import ast
 import contextlib
@@ -16,26 +16,26 @@ from attnlab.support.errors import UserError
 
 
 def cell(file: str) -> str:
-    """The text of the cell of a notebook that code has as its file; "" for a file."""
+    """The text of the notebook cell that code names as its file; "" for a real file."""
     return "" if Path(file).exists() else "".join(linecache.getlines(file))
 
 
 def functions(value) -> list[FunctionType]:
-    """The function that a value is or wraps, or its methods."""
+    """The function that a value is or wraps; for a class, its methods."""
     values = vars(value).values() if isinstance(value, type) else [value]
     return [inspect.unwrap(each) for each in values if callable(each) and inspect.isfunction(inspect.unwrap(each))]
 
 
 def source_of(value, code) -> tuple[str, Path, str]:
-    """The name of a class or a function, and path and text of its file, or of its cell with what it needs of others.
+    """The name of a class or a function, and path and text of its file, or of its cell and what it needs from others.
 
     Args:
-      code: the class or function itself, or for a `LayerConfig` the class of its layers, which has the methods.
+      code: the class or function itself; for a `LayerConfig`, the class of its layers, which has the methods.
 
     Raises:
-      UserError: it is of no file, and no method of it of a notebook's cell.
+      UserError: it comes from no file, and none of its methods from a notebook's cell.
     """
-    name, top = value.__name__, value.__qualname__.partition(".")[0]  # of a function that makes it
+    name, top = value.__name__, value.__qualname__.partition(".")[0]  # the function around it, if any
     for function in functions(code):
         text = cell(function.__code__.co_filename)
         if any(top in _defined(node) for node in ast.parse(text).body):
@@ -49,7 +49,7 @@ def source_of(value, code) -> tuple[str, Path, str]:
 
 
 def text_of(path: Path) -> str:
-    """The text of a Python file; UserError where it cannot be read."""
+    """The text of a Python file; UserError if it cannot be read."""
     try:
         return contents.read(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -57,9 +57,9 @@ def text_of(path: Path) -> str:
 
 
 def reached(text: str, names: Sequence[str]) -> str:
-    """The definitions of some names in a Python file, and of all that they reach, in their order.
+    """The definitions of some names in a Python file and of everything they reach, in file order.
 
-    Statements below the first of them that only use it, and what is for a script alone, are no part of it.
+    Statements after the first definition that only use it are not included, nor is code for a script alone.
 
     >>> print(reached("base, other = 2, 3\\nthird = 1\\ndef f(x):\\n    return base * x\\nprint(f(base))", ["f"]))
     base, other = 2, 3
@@ -68,7 +68,7 @@ def reached(text: str, names: Sequence[str]) -> str:
     """
     body = [node for node in ast.parse(text).body if not _is_of_script(node)]
     defined = {each: [node for node in body if each in _defined(node)] for node in body for each in _defined(node)}
-    wanted = [name for name in names if name in defined] or list(defined)  # of a class within a function, all
+    wanted = [name for name in names if name in defined] or list(defined)  # for a class within a function, all
     end = min((body.index(defined[name][0]) for name in wanted), default=len(body))
     found = {node.lineno: node for node in body[:end] if not _defined(node)}
     wanted += [each.id for node in found.values() for each in ast.walk(node) if isinstance(each, ast.Name)]
@@ -85,13 +85,13 @@ def reached(text: str, names: Sequence[str]) -> str:
 
 
 def _is_of_script(node) -> bool:
-    """Whether a statement is for a script, or a notebook, alone."""
+    """Whether a statement is only for a script or a notebook."""
     shown = ast.unparse(node.test if isinstance(node, ast.If) else node)
     return (isinstance(node, ast.If) and "__name__" in shown) or "get_ipython()" in shown
 
 
 def _defined(node) -> set[str]:
-    """The names that a statement defines, or whose values it changes; none for an import of names that it hides."""
+    """The names that a statement defines or changes; none for `from x import *` and `__future__`."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -103,7 +103,7 @@ def _defined(node) -> set[str]:
 
 
 def _with_other_cells(text: str, names: Mapping[str, Any]) -> str:
-    """A cell's text behind the statements of other cells that give the names that it uses their values."""
+    """A cell's text, after the statements of other cells that define the names it uses."""
     found, parts = {each for node in ast.parse(text).body for each in _defined(node)}, []
 
     def add(text: str) -> None:
@@ -119,13 +119,13 @@ def _with_other_cells(text: str, names: Mapping[str, Any]) -> str:
 
 def _globals(table: symtable.SymbolTable) -> set[str]:
     """The global names that a text refers to."""
-    is_class = table.get_type() == "class"  # whose body may read a global of the name that it defines
+    is_class = table.get_type() == "class"  # its body may read a global and define the same name
     symbols = (each for each in table.get_symbols() if each.is_referenced() and (each.is_global() or is_class))
     return {symbol.get_name() for symbol in symbols}.union(*map(_globals, table.get_children()))
 
 
 def _definition(name: str, value) -> str:
-    """The statement that gives a name its value: of a function's or class' cell, or the last cell; "" for none."""
+    """The statement that defines a name: its literal value, or code of its own cell or of the last; "" for none."""
     with contextlib.suppress(ValueError, SyntaxError, MemoryError):
         return f"{name} = {ast.literal_eval(repr(value))!r}"
     own = [function.__code__.co_filename for function in functions(value)]

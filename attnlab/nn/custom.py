@@ -1,8 +1,8 @@
-"""Kinds of layers that a user wrote: a command runs the files that its user names, and their names resolve.
+"""User-defined kinds of layers: a command runs the files that its user names, so that their names resolve.
 
-`--import=FILE` runs a file, and its layers, score mods and masks become kinds by their names. The names in a saved
-`config.json` run nothing, nor does the copy of the file that a run keeps: `check_imported` finds them among the
-imported kinds, and a run goes on where its model has the same `version`.
+`--import=FILE` runs a file; its layers, score mods and masks become kinds under their names. Names in a saved
+`config.json` run no code, nor does a run's copy of the file: `check_imported` looks them up among the imported kinds,
+and a run continues if its model has the same `version`.
 """
 
 import contextlib
@@ -40,24 +40,24 @@ class Source(NamedTuple):
 
 
 _BUILT_IN = frozenset(KINDS.values())
-_RUN = "attnlab_custom_"  # modules of files that were run, and the sha256 of their text
-_SOURCES: dict[str, tuple[Any, str, Path, str]] = {}  # by kind: a value, and its name in the text of a path
+_RUN = "attnlab_custom_"  # modules of files that were run: this and a sha256 of path and text
+_SOURCES: dict[str, tuple[Any, str, Path, str]] = {}  # by kind: value, its name in the text, path, text
 
 
 class Inputs(NamedTuple):
-    """The cache of a plain module: the newest inputs of each sequence, in their order, and the number of all."""
+    """The cache of a plain module: the newest inputs of each sequence, in order, and the number of inputs so far."""
 
     inputs: Float[Array, "B S F"]
     length: Int[Array, " B"]
 
 
 class Plain(Layer):
-    """A module from `[B, T, F]` to `[B, T, F]` as a layer: each step of decoding is a pass over its inputs so far."""
+    """A module from `[B, T, F]` to `[B, T, F]` as a layer: each decoding step is a pass over the inputs so far."""
 
     plain: ClassVar[type[nn.Module]]
 
     def forward(self, x, context: Context, cache: Inputs | None = None) -> LayerOut:
-        """A pass of the module over x, or over the newest inputs, as many as the cache holds."""
+        """Run the module over x, or over the newest inputs, as many as the cache holds."""
         for name, remedy in {"mask": "pass None", "segments": "pass None, or config.data.packing=stream"}.items():
             if getattr(context, name) is not None:
                 raise UserError(f"{type(self).__name__} is a plain module, which takes no {name}: {remedy}")
@@ -91,18 +91,18 @@ class Plain(Layer):
 
 
 def register(value: type[nn.Module] | type[LayerConfig] | ScoreMod | Mask | Callable, name: str | None = None) -> str:
-    """Make a layer a kind, and return its name for `layers`.
+    """Register a layer as a kind, and return its name for `layers`.
 
     Args:
       value: a class of layers, such as a subclass of `CausalMixer` or `MultiHeadAttention`, whose options are the
-        fields that it declares by `option`; a subclass of `LayerConfig`, which says more; a `flax.linen.Module` whose
-        `__call__(x)` maps `[B, T, F]` to `[B, T, F]`; a score mod, also as a function `fn(score, b, h, i, j)`, or a
-        mask, with which softmax attention is then computed.
-      name: of the kind; the name of the class or function for None.
+        fields that it declares by `option`; a subclass of `LayerConfig`, for more control; a `flax.linen.Module` whose
+        `__call__(x)` maps `[B, T, F]` to `[B, T, F]`; or, for softmax attention with it, a score mod, also as a
+        function `fn(score, b, h, i, j)`, or a mask.
+      name: name of the kind; None for the name of the class or function.
 
     Raises:
-      UserError: a value of another type, a class of no file and without methods of a notebook's cell, a field without
-        a default, a name in use.
+      UserError: the value has another type, its class comes from no file and no notebook cell, a field has no default,
+        or the name is in use.
 
     >>> from attnlab.score_mods import SoftCap
     >>> GPT.of(layers=register(SoftCap(5.0), "capped"), width=8, num_heads=2).config.layers[0].kind
@@ -117,7 +117,7 @@ def register(value: type[nn.Module] | type[LayerConfig] | ScoreMod | Mask | Call
 
 
 def import_file(file: str | Path) -> list[str]:
-    """Run a file, and return the kinds that it defines; UserError for a file that fails or has none."""
+    """Run a file, and return the kinds that it defines; UserError if it fails or defines none."""
     path = Path(file).expanduser().absolute()
     module, text = run(path), copies.text_of(path)
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
@@ -135,12 +135,12 @@ def import_file(file: str | Path) -> list[str]:
 
 
 def is_custom(kind: str) -> bool:
-    """Whether a user has added a kind."""
+    """Whether a kind is user-defined."""
     return KINDS[kind] not in _BUILT_IN
 
 
 def check_used(files: Sequence[str], layers: Sequence[LayerConfig]) -> None:
-    """Raise UserError for an imported file of which no layer is."""
+    """Raise UserError for an imported file that no layer uses."""
     used = {str(_SOURCES[layer.kind][2]) for layer in layers if layer.kind in _SOURCES}
     used |= {records.named(part)["file"] for layer in layers for part in records.code_of(layer)}
     for file in files:
@@ -150,10 +150,10 @@ def check_used(files: Sequence[str], layers: Sequence[LayerConfig]) -> None:
 
 
 def to_load(models: Sequence[ModelConfig]) -> list[tuple[str, str]]:
-    """How another process gets the user's code of some models, for `load`: files to "run", or to "import" for kinds.
+    """The files from which `load` gets the models' user code in another process, to "run" or, for kinds, to "import".
 
     Raises:
-      UserError: code that lives in this process alone, or that its name in its file is not.
+      UserError: code exists in this process alone, or its name means something else in its file.
     """
     found, files_ = {}, {module.__file__ for name, module in list(sys.modules.items()) if name.startswith(_RUN)}
     layers = list({layer: None for model in models for layer in model.layers})
@@ -178,32 +178,31 @@ def _checked(name: str, path: str, how: str, is_valid: bool) -> str:
 
 
 def load(code: Sequence[tuple[str, str]]) -> None:
-    """Run the files of `to_load`; those with kinds add them."""
+    """Run the files of `to_load`, and register the kinds of files to "import"."""
     for path, how in code:
         import_file(path) if how == "import" else run(Path(path))
 
 
 def sources(layers: Sequence[LayerConfig]) -> dict[str, Source]:
-    """The sources of the custom kinds among layers, and of code in their masks and score mods, with what these reach in
-    their files."""
+    """The sources of custom kinds and of code in masks and score mods, with the code that they reach in their files."""
     found = {layer.kind: _SOURCES[layer.kind][1:] for layer in layers if layer.kind in _SOURCES}
     for part in (part for layer in layers for part in records.code_of(layer) if "<" not in part.__qualname__):
-        with contextlib.suppress(UserError):  # of no file
+        with contextlib.suppress(UserError):  # it has no file
             found.setdefault(part.__qualname__, copies.source_of(part, part))
     names = {path: [name for name, of, _ in found.values() if of == path] for _, path, _ in found.values()}
     return {each: Source(path, text and copies.reached(text, names[path])) for each, (_, path, text) in found.items()}
 
 
 def code(model: ModelConfig) -> dict[str, Path]:
-    """A user's code among a model's layers, and its file: custom kinds, and functions and classes of their parts."""
+    """The files of a model's user code: of custom kinds, and of functions and classes in masks and score mods."""
     found = {layer.kind: _SOURCES[layer.kind][2] for layer in model.layers if layer.kind in _SOURCES}
     parts = (part for layer in model.layers for part in records.code_of(layer))
     return found | {part.__qualname__: Path(records.named(part)["file"]) for part in parts}
 
 
 def layers_of(value) -> str | LayerConfig | Sequence[LayerConfig]:
-    """Words or configs of layers, for all that makes some: a class, which becomes a kind; a mask, a score mod or a
-    function of scores, with which softmax attention is computed. UserError for anything else."""
+    """Convert a value to kinds or configs of layers: a class becomes a kind; a mask, a score mod or a function of
+    scores becomes softmax attention with it. UserError for anything else."""
     if isinstance(value, str | LayerConfig):
         return value
     if isinstance(value, list | tuple) and all(isinstance(each, LayerConfig) for each in value):
@@ -219,7 +218,7 @@ def layers_of(value) -> str | LayerConfig | Sequence[LayerConfig]:
 
 
 def add(layers: Sequence[LayerConfig]) -> None:
-    """Make the classes of configs kinds, where they are none yet."""
+    """Register the classes of configs as kinds, unless they are kinds already."""
     for layer in layers:
         if KINDS.get(layer.kind) is not type(layer):
             register(type(layer))
@@ -229,7 +228,7 @@ def check_imported(code: Mapping[str, Mapping[str, str]], where) -> None:
     """Raise UserError unless the kinds that a saved run uses are imported.
 
     Args:
-      code: the file of each kind, as the run saved them.
+      code: the file of each kind, as saved by the run.
       where: the run's folder.
     """
     for kind, saved in code.items():
@@ -248,13 +247,13 @@ def _add(value, name: str, *source) -> str:
     if name in KINDS and not is_custom(name):
         raise UserError(f"{name!r} is a kind of attnlab: choose another name")
     if name not in _SOURCES or _SOURCES[name][0] is not value:
-        KINDS[name] = config  # in place of another of this name, as in a notebook's cell that runs again
+        KINDS[name] = config  # replaces another of this name, as when a notebook's cell runs again
     _SOURCES[name] = value, *source
     return name
 
 
 def _config_of(value, name: str) -> type[LayerConfig]:
-    """The config of the layers of a value."""
+    """The config class of a value's layers."""
     if _is_class(value, LayerConfig):
         return value
     if _is_class(value, nn.Module) and (missing := _without_default(value)):
@@ -276,7 +275,7 @@ def _config_of(value, name: str) -> type[LayerConfig]:
 
 
 def as_layer(module: nn.Module) -> Layer:
-    """A module as a layer: itself, or a `Plain` one of the same fields; UserError for anything else."""
+    """A module as a layer: itself, or a `Plain` layer with the same fields; UserError for anything else."""
     if not isinstance(module, nn.Module):
         name = getattr(module, "__name__", None)
         raise UserError(f"{module!r} is no module: expected {f'one of it, {name}(…)' if name else 'a layer'}")
@@ -287,7 +286,7 @@ def as_layer(module: nn.Module) -> Layer:
 
 
 def _layer_of(module: type[nn.Module]) -> type[Layer]:
-    """A class of layers: a module's own, or a `Plain` one."""
+    """A module's class as a layer class: itself, or a `Plain` subclass."""
     if issubclass(module, Layer):
         return module
     content = {"plain": module, "__module__": module.__module__, "__doc__": module.__doc__}
@@ -295,14 +294,14 @@ def _layer_of(module: type[nn.Module]) -> type[Layer]:
 
 
 def _without_default(module: type[nn.Module]) -> list[str]:
-    """The fields of a module that a model cannot fill."""
+    """The fields of a module that have no default and that a model cannot fill."""
     fields = (field for field in dataclasses.fields(module) if field.init and field.name != "num_heads")
     return [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
 
 
 def run(path: Path):
-    """The module of a file that is run, once; UserError where it fails."""
-    content = f"{path} {copies.text_of(path)}"  # a file may read others beside it
+    """Run a file, once, and return its module; UserError if it fails."""
+    content = f"{path} {copies.text_of(path)}"  # with the path, as a file may read others beside it
     name = f"{_RUN}{hashlib.sha256(content.encode()).hexdigest()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -310,7 +309,7 @@ def run(path: Path):
         sys.modules[name] = module  # dataclasses look their module up
         try:
             spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:  # whatever a user's file raises
+        except (Exception, SystemExit) as error:  # a user's file may raise anything
             del sys.modules[name]
             first = next(iter(str(error).splitlines()), "")
             raise UserError(f"{path} failed ({type(error).__name__}: {first})") from error

@@ -15,17 +15,17 @@ from attnlab.support.options import FieldError
 class DifferentialAttention(MultiHeadAttention):
     """Differential attention: (softmax(q₁k₁ᵀ) − λ softmax(q₂k₂ᵀ)) v (Ye et al. 2024, arXiv 2410.05258, section 2.1).
 
-    Two softmax maps share values of twice the features: head h of H/2 has the maps of query heads h and H/2 + h. With
+    Two softmax maps share values of twice the features: head h of H/2 uses the maps of query heads h and H/2 + h. With
     λ₀ = 0.8 − 0.6·exp(−0.3·l) in layer l, counted from 0, λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ₀ is one number for
     all heads. Outputs are normalized for each head and multiplied by 1 − λ₀.
 
-    Parameters have the names of `MultiHeadAttention`'s, with `value/kernel` `[F, Hk/2, 2·D]` and `out/kernel`
-    `[H/2, 2·D, F]`, and `lambda_q1`, `lambda_k1`, `lambda_q2`, `lambda_k2`, `[D]`, and `norm/scale`, `[2·D]`. A cache
-    holds keys `[B, S, Hk, D]` and values `[B, S, Hk/2, 2·D]`. Dropout drops weights of each map by itself.
+    Parameters are named as in `MultiHeadAttention`, with `value/kernel` `[F, Hk/2, 2·D]` and `out/kernel`
+    `[H/2, 2·D, F]`, plus `lambda_q1`, `lambda_k1`, `lambda_q2` and `lambda_k2` `[D]`, and `norm/scale` `[2·D]`. A cache
+    holds keys `[B, S, Hk, D]` and values `[B, S, Hk/2, 2·D]`. Dropout is independent for each map.
 
-    Attributes: as `MultiHeadAttention`, where `num_heads` and `kv_heads` count maps and are even; no `sinks`,
+    Attributes: as in `MultiHeadAttention`, but `num_heads` and `kv_heads` count maps and are even; no `sinks`,
     `value_residual` or `output_gate`.
-      norm_epsilon: also of the heads' norm.
+      norm_epsilon: ε of the heads' norm, too.
 
     >>> block = Block(DifferentialAttention(num_heads=2, mask=Causal()), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

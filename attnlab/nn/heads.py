@@ -84,7 +84,7 @@ class Head(checks.MaskedModule):
 class StackedHeads(checks.MaskedModule):
     """`num_heads` heads in parallel, each with its own projections, their outputs concatenated.
 
-    Each head projects the full input, not a slice of its features. Parameters are those of `Head` with a leading head
+    Each head projects the full input, not a slice of its features. Parameters are `Head`'s, with a leading head
     axis: `heads/query/kernel` `[H, F, D]`.
 
     Attributes:

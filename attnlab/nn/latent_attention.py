@@ -25,12 +25,12 @@ from attnlab.types import Array, DType
 class LatentAttention(checks.MaskedModule, Layer):
     """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1): keys and values from one latent.
 
-    A token's latent c = RMSNorm(W x), of R features, gives the keys and values of all heads; a rotated part of D
-    features, one for all heads, is added to each key. Queries have both parts, from x or from a latent of their own.
+    A token's latent c = RMSNorm(W x), with R features, gives the keys and values of all heads. A rotated part of D
+    features, shared by all heads, is appended to each key. Queries have both parts, from x or from their own latent.
     Scores are (q·k + q_rotary·k_rotary) / √(N + D).
 
-    A cache holds latents and rotated parts, (R + D) numbers a token. A step of few tokens does not expand the cache:
-    the projections of keys and values are absorbed into the queries and the outputs, which are then of R features.
+    A cache holds latents and rotated parts, R + D numbers per token. A step of few tokens does not expand the cache:
+    it absorbs the projections of keys and values into queries and outputs, which then have R features.
 
     Parameters: `query/kernel` `[F, H, N + D]`, or `query_down/kernel` `[F, Rq]`, `query_norm/scale` and
     `query/kernel` `[Rq, H, N + D]`; `latent/kernel` `[F, R]`, `latent_norm/scale`, `rotary/kernel` `[F, D]`,
@@ -44,7 +44,7 @@ class LatentAttention(checks.MaskedModule, Layer):
       value_dim: V.
       use_bias: whether `query_down`, `latent`, `rotary` and `out` add a bias.
       mask, score_mod, dropout_rate, rotary, kernel_init, out_kernel_init, dtype: see `MultiHeadAttention`.
-      norm_epsilon: of the latents' norms.
+      norm_epsilon: ε of the latents' norms.
 
     >>> layer = LatentAttention(num_heads=2, kv_rank=6, nope_dim=4, rope_dim=2, value_dim=4, mask=Causal())
     >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
@@ -78,14 +78,14 @@ class LatentAttention(checks.MaskedModule, Layer):
         return LatentCache.empty(batch, capacity, self.kv_rank, self.rope_dim, self.dtype or jnp.float32)
 
     def operands(self, batch: int, length: int, features: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """q, k and v of the operator, where keys and values are expanded."""
+        """Shapes of the operator's q, k and v when keys and values are expanded."""
         sizes = (self.nope_dim + self.rope_dim,) * 2 + (self.value_dim,)
         shape, dtype = (batch, length, self.num_heads), self.dtype or jnp.float32
         return tuple(jax.ShapeDtypeStruct((*shape, size), dtype) for size in sizes)
 
     @nn.compact
     def forward(self, x: Float[Array, "B T F"], context: Context, cache: LatentCache | None = None) -> LayerOut:
-        """Project, extend the cache, and attend to its latents, which are expanded or absorbed."""
+        """Project, extend the cache, and attend to its latents, expanding them or absorbing their projections."""
         positions = jnp.arange(x.shape[1])[None] if context.segments is None else within_segments(context.segments)
         positions = positions if cache is None else cache.length[:, None] + positions
         query, latent, rotated = self._project(x, positions)
@@ -146,16 +146,16 @@ class LatentAttention(checks.MaskedModule, Layer):
 
     @property
     def _break_even(self) -> float:
-        """Tokens of a step from which expanding a cache takes fewer operations than absorbing the projections.
+        """Tokens per step from which expanding a cache takes fewer operations than absorbing the projections.
 
-        For each slot of the cache, expansion takes R·(N + V) products a head, and each token (2·R − N − V) less.
+        For each slot of the cache, expansion costs R·(N + V) products per head, and saves 2·R − N − V per token.
         """
         expansion, saved = self.nope_dim + self.value_dim, 2 * self.kv_rank - self.nope_dim - self.value_dim
         return self.kv_rank * expansion / saved if saved > 0 else float("inf")
 
 
 class _Kernel(nn.Module):
-    """A kernel with which inputs are projected in one of two orders."""
+    """A projection's kernel, which expands latents or is absorbed into queries or outputs."""
 
     shape: tuple[int, ...]
     init: nn.initializers.Initializer
@@ -174,7 +174,7 @@ class _Kernel(nn.Module):
 
 
 class LatentConfig(SoftmaxConfig, of=LatentAttention, kind="latent"):
-    """Multi-head latent attention; sizes for None as in DeepSeek-AI 2024 (arXiv 2405.04434), section 3.1.2."""
+    """Multi-head latent attention; default sizes as in DeepSeek-AI 2024 (arXiv 2405.04434), section 3.1.2."""
 
     kv_rank: int | None = option("features of the latent of keys and values; None for 4·width / num_heads", None, low=1)
     nope_dim: int | None = option("features of a key without rotary position; None for width / num_heads", None, low=1)
@@ -192,6 +192,6 @@ class LatentConfig(SoftmaxConfig, of=LatentAttention, kind="latent"):
         }
 
     def rotated_features(self, model) -> int:
-        """D, the features of the rotated part of a key."""
+        """D, the number of rotated features of a key."""
         nope_dim = self.nope_dim or max(1, model.width // self.num_heads(model))
         return self.rope_dim or max(2, nope_dim // 4 * 2)

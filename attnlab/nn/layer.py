@@ -1,4 +1,4 @@
-"""The protocol of a layer: what blocks, stacks, `attnlab.see`, checks and user-defined layers speak."""
+"""The protocol of a layer, which blocks, stacks, `attnlab.see`, checks and user-defined layers share."""
 
 import dataclasses
 import inspect
@@ -17,15 +17,15 @@ from attnlab.types import Array
 
 
 class Context(NamedTuple):
-    """The arguments of a layer besides its inputs and its cache. All may be None but the layer's number.
+    """The arguments of a layer besides its inputs and its cache. All except the layer's number may be None.
 
     Attributes:
-      mask: and-ed with the layer's own. With a cache, its keys are the cache's S slots.
-      segments: `[B, T]`, the number of each token's document, where sequences are several documents, one after another:
-        a token attends to its own document alone, and positions start again with each. Without a cache only.
-      lengths: `[B]`, the tokens of each sequence: the others, at the right, are padding that no token attends to and
-        that a cache does not keep.
-      positions: `[T]` or `[B, T]`, of the tokens in their sequence; None to count them. Without a cache only.
+      mask: and-ed with the layer's own mask. With a cache, its keys are the cache's S slots.
+      segments: `[B, T]`, the number of each token's document in sequences of several documents, one after another: a
+        token attends only to its own document, and positions restart with each document. Not with a cache.
+      lengths: `[B]`, the number of tokens in each sequence. The rest, at the right, is padding: no token attends to it
+        and no cache stores it.
+      positions: `[T]` or `[B, T]`, of the tokens in their sequence; None to count them. Not with a cache.
       dropout_key: one key, or one per example `[B]`; None for no dropout.
       layer: the layer's number in its model, from 0.
       first_values: `[B, T, Hk, D]`, the values of the first layer, for value residuals; None in that layer.
@@ -48,9 +48,9 @@ class LayerOut(NamedTuple):
     """The results of a layer.
 
     Attributes:
-      out: `[B, T, Fo]`, in blocks as wide as the inputs.
+      out: `[B, T, Fo]`; in blocks, as wide as the inputs.
       cache: the extended cache; None in a call without one.
-      values: `[B, T, Hk, D]` of a layer with a value residual; None for others.
+      values: `[B, T, Hk, D]` of a layer with a value residual; otherwise None.
 
     >>> LayerOut(jnp.ones((2, 5, 8)))._replace(cache=MixerState()).cache.length is None
     True
@@ -64,7 +64,7 @@ class LayerOut(NamedTuple):
 class Layer(nn.Module):
     """A module that mixes tokens, or a block around one. Subclasses define `forward`, and `init_cache` to decode.
 
-    A cache is a tuple or a dataclass with `length`, int `[B]`; arrays that grow with its capacity have it as axis 1.
+    A cache is a tuple or a dataclass with `length`, int `[B]`; axis 1 of arrays that grow is the cache's capacity.
 
     >>> class Mean(Layer):  # of a token and the one before it
     ...     def forward(self, x, context, cache=None):
@@ -74,8 +74,8 @@ class Layer(nn.Module):
     """
 
     operator: ClassVar[str | None] = None  # the function of `attnlab` that mixes the tokens
-    takes: ClassVar[tuple[str, ...] | None] = None  # a base class's options that the layer has; None for all
-    value_residual = False  # whether it returns its values, and takes the first layer's
+    takes: ClassVar[tuple[str, ...] | None] = None  # a base class's options that the layer supports; None for all
+    value_residual = False  # whether the layer returns its values and uses the first layer's
     dropout_rate = 0.0
 
     def __init_subclass__(cls, **keywords):
@@ -85,15 +85,15 @@ class Layer(nn.Module):
 
     @property
     def drops(self) -> bool:
-        """Whether it has dropout."""
+        """Whether the layer has dropout."""
         return bool(self.dropout_rate)
 
     def forward(self, x: Float[Array, "B T F"], context: Context, cache: Any = None) -> LayerOut:
-        """The layer's outputs, and with a cache also the extended cache."""
+        """Compute the layer's outputs and, with a cache, the extended cache."""
         raise TypeError(f"{type(self).__name__} defines no forward(x, context, cache): write it in the subclass")
 
     def init_cache(self, batch: int, features: int, capacity: int = 0) -> Any:
-        """The cache before the first token, for inputs of width `features` and `capacity` positions, if it grows."""
+        """The cache before the first token, for inputs of width `features` and, if it grows, `capacity` positions."""
         raise TypeError(f"{type(self).__name__} defines no init_cache(batch, features, capacity): it cannot decode")
 
     @known_keywords
@@ -114,15 +114,15 @@ class Layer(nn.Module):
           x: `[B, T, F]`.
           mask, segments, lengths: see `Context`; a bool array counts as `masks.Dense`.
           deterministic: False for dropout.
-          cache: of the previous tokens; `init_cache` before the first.
+          cache: cache of the previous tokens; before the first, from `init_cache`.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
 
         Returns:
           `[B, T, Fo]`, in blocks as wide as x; with a cache also the extended cache.
 
         Raises:
-          ValueError: inputs, a cache, segments or lengths of another shape, segments with a cache, a mask that the
-            layer cannot have.
+          ValueError: inputs, a cache, segments or lengths have a wrong shape, segments come with a cache, or the layer
+            does not support the mask.
           flax.errors.InvalidRngError: dropout is on, but there is neither `dropout_key` nor a `dropout` rng.
         """
         return self._checked_call(x, Context(mask, segments, lengths, None, dropout_key), deterministic, cache)
@@ -148,7 +148,7 @@ class Layer(nn.Module):
         return found.out if cache is None else (found.out, found.cache)
 
     def check_options(self) -> None:
-        """Raise FieldError for an option of a base class that is set, and that the layer does not take."""
+        """Raise FieldError for a base class's option that is set although the layer does not take it."""
         for field in dataclasses.fields(self):
             is_taken = "option" not in field.metadata or field in option_fields(type(self))
             if not is_taken and getattr(self, field.name) != field.default:
@@ -171,7 +171,7 @@ class Layer(nn.Module):
             if jnp.shape(leaf) != like.shape:
                 raise ValueError(f"{field} has shape {jnp.shape(leaf)}, expected {like.shape}: {remedy}")
             kind = "integer" if jnp.issubdtype(like.dtype, jnp.integer) else "floating"
-            dtype = getattr(leaf, "dtype", jnp.result_type(leaf))  # NumPy's float64 also where JAX has none
+            dtype = getattr(leaf, "dtype", jnp.result_type(leaf))  # NumPy has float64 even if JAX does not
             if not jnp.issubdtype(dtype, getattr(jnp, kind)):
                 raise ValueError(f"{field} has type {dtype}, expected {kind}: {remedy}")
 
@@ -182,10 +182,10 @@ def _paths(leaves) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """A kind of layer and its options, in a model. Subclasses are frozen dataclasses without a decorator.
+    """A kind of layer and its options in a model. Subclasses are frozen dataclasses without a decorator.
 
-    The options are the fields that the layer's module declares by `option`, with the same defaults unless a field of
-    the config has another, and the config's own. The config stands in the layer's file. A `ClassVar` is no option.
+    The options are the config's own and the fields that the layer's module declares by `option`, with the module's
+    defaults unless the config sets others. The config is in the layer's file. A `ClassVar` is not an option.
 
     >>> class Identity(Layer):
     ...     def forward(self, x, context, cache=None):
@@ -202,14 +202,14 @@ class LayerConfig:
 
     kind: ClassVar[str] = ""
     module: ClassVar[type[Layer]] = Layer
-    heads = rotary = None  # a kind without such an option
+    heads = rotary = None  # defaults of kinds without such an option
     value_residual = False
 
     def __init_subclass__(cls, of: type[Layer] | None = None, kind: str = ""):
         cls.kind = kind or cls.kind
         own = dict(inspect.get_annotations(cls))
         for field in (*dataclasses.fields(cls), *option_fields(of or cls.module)):
-            default = vars(cls).get(field.name)  # another one of an option that a base or the module declares
+            default = vars(cls).get(field.name)  # the config's, for an option of a base or the module
             if field.name in own and "option" in field.metadata and isinstance(default, bool | int | float | str):
                 setattr(cls, field.name, dataclasses.field(default=default, metadata=field.metadata))
         if of is not None:
@@ -218,7 +218,7 @@ class LayerConfig:
             added = {field.name: field for field in declared if field.name not in known | own.keys()}
             for name, field in added.items():
                 setattr(cls, name, dataclasses.field(default=field.default, metadata=field.metadata))
-            # A class variable is no field, also where a base has one.
+            # A class variable is not a field, even if a base has such a field.
             removed = dict.fromkeys(missing & known - own.keys(), ClassVar[Any])
             cls.module, cls.__annotations__ = of, {name: field.type for name, field in added.items()} | removed | own
         dataclasses.dataclass(frozen=True)(cls)
@@ -227,12 +227,12 @@ class LayerConfig:
         validate(self)
 
     def make(self, model) -> Layer:
-        """The layer of a `ModelConfig`, without a parent."""
+        """Make the layer for a `ModelConfig`, without a parent."""
         chosen = {field.name: getattr(self, field.name) for field in option_fields(self.module)}
         return self.module(**chosen | self.shared(model), parent=None)
 
     def shared(self, model) -> dict[str, Any]:
-        """The fields of the module that depend on the model: the type, heads and initializers, of those that it has."""
+        """The module's fields that depend on the model: type, heads and initializers, if the module has them."""
         values = {
             "dtype": model.dtype,
             "num_heads": self.heads or model.num_heads,
@@ -243,12 +243,12 @@ class LayerConfig:
         return {name: value for name, value in values.items() if name in known}
 
     def check(self, model) -> None:
-        """Raise FieldError for options that do not fit one another, or the model's."""
+        """Raise FieldError for options that do not fit one another or the model's options."""
         try:
-            with jax.enable_x64(True):  # a model of float64 may be described where JAX has none
+            with jax.enable_x64(True):  # a float64 model may be described even if x64 is off
                 jax.eval_shape(lambda: self.make(model).init_cache(1, model.width, 1))
         except FieldError as error:
-            if error.field == "num_heads" and self.heads is None:  # the model's
+            if error.field == "num_heads" and self.heads is None:  # the option is the model's
                 raise
             name = "heads" if error.field == "num_heads" else error.field
             raise FieldError(f"{self.kind}.{name}", error.value, error.expected) from None

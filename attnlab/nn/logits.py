@@ -1,4 +1,4 @@
-"""Logits and losses of the tokens that follow."""
+"""Logits and losses of the next tokens."""
 
 import functools
 
@@ -9,7 +9,7 @@ from attnlab.ops.cross_entropy import capped, chunk_size, cross_entropy, loss_of
 
 
 def logits(config, x, embed):
-    """float32 `[B, R, rows]` of features `[B, R, F]`, by the rows of a table."""
+    """Logits, float32 `[B, R, rows]`, of features `[B, R, F]`, one for each row of the table `embed`."""
     return capped(sharding.constrain(embed.attend(x), "batch", "length", "vocab"), config.logit_cap)
 
 

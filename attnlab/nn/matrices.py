@@ -1,8 +1,7 @@
 """The matrices of a model, found by the classes of its modules: the parameters that multiply features.
 
-A module says itself what its kernels are, in a table `matrices` of its class, `{path: Matrix}`; modules of Flax have
-theirs here. Names decide nothing: tables of embeddings, depthwise kernels, norms and biases belong to modules without
-matrices.
+A module's class declares its kernels in a table `matrices`, `{path: Matrix}`; the tables of Flax's modules are here.
+Names decide nothing: embedding tables, depthwise kernels, norms and biases belong to modules without matrices.
 """
 
 import functools
@@ -16,11 +15,11 @@ import jax.numpy as jnp
 
 
 class Matrix(NamedTuple):
-    """The axes of a kernel that are a matrix, counted from the last; others, in front of them, are of many matrices.
+    """The axes of a kernel that form a matrix, counted from the last; axes in front of them count matrices.
 
     Attributes:
-      inputs: of the features that are multiplied.
-      outputs: of the features that result.
+      inputs: axes of the features that are multiplied.
+      outputs: axes of the resulting features.
       fused: sizes of several matrices that lie side by side along the last axis; () for one.
     """
 
@@ -30,12 +29,12 @@ class Matrix(NamedTuple):
 
 
 def matrices_of(model: nn.Module, *inputs: Any) -> dict[str, Matrix]:
-    """The matrices of a model by the paths of their parameters, without the layer that makes its logits.
+    """The matrices of a model by the paths of their parameters, without the layer that computes the logits.
 
     Args:
-      model: any module of Flax. A module whose class has `matrices`, a method from its input's features to a table,
-        says them; so are `nn.Dense`, `nn.DenseGeneral` and `nn.Conv` anywhere within it, but for the kernels above.
-      inputs: of the model, arrays or `jax.ShapeDtypeStruct`; nothing is computed.
+      model: any Flax module. A module whose class has `matrices`, a method from its input's features to a table,
+        declares them; kernels of `nn.Dense`, `nn.DenseGeneral` and `nn.Conv` count anywhere, unless depthwise.
+      inputs: the model's inputs, arrays or `jax.ShapeDtypeStruct`; nothing is computed.
 
     >>> found = matrices_of(Mlp(), jnp.zeros((1, 8)))
     >>> found["up/kernel"]
@@ -45,7 +44,7 @@ def matrices_of(model: nn.Module, *inputs: Any) -> dict[str, Matrix]:
 
     def interceptor(call, args, kwargs, context):
         result = call(*args, **kwargs)
-        # A module is called after its own: its table is what counts for them too.
+        # A module's call ends after its submodules' calls, so its table overrides theirs.
         if context.method_name in ("__call__", "forward"):
             for name, matrix in _table(context.module, args).items():
                 found["/".join((*context.module.path, name))] = matrix
@@ -58,7 +57,7 @@ def matrices_of(model: nn.Module, *inputs: Any) -> dict[str, Matrix]:
 
 
 def matrix_at(found: dict[str, Matrix], path: Iterable) -> Matrix | None:
-    """The matrix of a parameter at a path of `jax.tree_util`, whose layers may be stacked; None for no matrix."""
+    """The matrix at a parameter's path of `jax.tree_util`, with or without stacked layers; None if it is no matrix."""
     path = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
     return found.get(re.sub(r"(?<![^/])blocks(?:_(\d+))?(?=/)", lambda match: f"block_{match[1] or 0}", path))
 
@@ -89,6 +88,6 @@ _FLAX: dict[type[nn.Module], Callable[[Any], dict[str, Matrix]]] = {
 
 
 def _makes_logits(path: str, params, logits) -> bool:
-    """Whether a kernel is of a layer of the model itself, not of one of its layers, that ends in the logits' size."""
+    """Whether a kernel belongs to a direct submodule of the model and ends in the logits' size."""
     name, *rest = path.split("/")
     return rest == ["kernel"] and params[name]["kernel"].shape[-1] == jax.tree.leaves(logits)[0].shape[-1]

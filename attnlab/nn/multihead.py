@@ -46,15 +46,15 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
       score_mod: see `attnlab.attention`; a function `fn(score, b, h, i, j)` counts as a `ScoreFn`.
       dropout_rate: probability of dropping an attention weight.
       rotary: rotary positions of queries and keys, or their base alone; None for no rotary positions.
-      norm, norm_epsilon: of `qk_norm`: "layer", "rms" or "rms_plus_one", and ε.
-      forget_gate: add c_i − c_j to the scores after other score mods, c the running sum of log σ(forget(x)) over the
-        tokens in their order in the array, computed in float32 (Lin et al. 2025, section 3); `forget/kernel` `[F, H]`
-        and `forget/bias` `[H]`. Meant for a causal mask without rotary positions. Self-attention only.
+      norm, norm_epsilon: kind of norm for `qk_norm`, "layer", "rms" or "rms_plus_one", and its ε.
+      forget_gate: add c_i − c_j to the scores after other score mods, where c is the running sum of log σ(forget(x))
+        over the tokens in array order, computed in float32 (Lin et al. 2025, section 3); `forget/kernel` `[F, H]` and
+        `forget/bias` `[H]`. Meant for a causal mask without rotary positions. Self-attention only.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; the input's when None.
 
-    With `mutable=["intermediates"]` the weights `[B, H, Tq, Tk]` are sown as `attention_weights`; with a cache Tk is S,
-    or S + Tq for several queries, by position from max(0, length − S).
+    With `mutable=["intermediates"]` the weights `[B, H, Tq, Tk]` are sown as `attention_weights`. With a cache, Tk is S
+    or, for several queries, S + Tq, in order of position from max(0, length − S).
 
     >>> module = MultiHeadAttention(num_heads=4, mask=Causal())
     >>> x = jnp.ones((2, 5, 8))  # [batch, length, features]
@@ -117,7 +117,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         return cache._replace(value=value, conv=inputs_before(self._sizes(features), self.conv, batch, dtype))
 
     def operands(self, batch: int, length: int, features: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """q, k and v of the operator, for inputs of width `features`."""
+        """Shapes of the operator's q, k and v, for inputs of width `features`."""
         sizes, dtype = self._sizes(features).values(), self.dtype or jnp.float32
         return tuple(jax.ShapeDtypeStruct((batch, length, *size), dtype) for size in sizes)
 
@@ -135,26 +135,26 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         lengths: Int[Array, " B"] | None = None,
         dropout_key: Array | None = None,
     ) -> Float[Array, "B Tq Fo"] | tuple[Float[Array, "B Tq Fo"], KVCache]:
-        """Self-attention, or cross-attention from `inputs_q` to `inputs_kv`.
+        """Compute self-attention, or cross-attention from `inputs_q` to `inputs_kv`.
 
         Args:
           inputs_q: `[B, Tq, F]`.
           inputs_kv: `[B, Tk, Fk]`, the memory of cross-attention; None for self-attention.
           mask: and-ed with the field, e.g. `masks.Padding(lengths)`. With a cache, its keys are the cache's S slots.
           deterministic: False to drop attention weights.
-          cache: previous keys and values, which this step's are appended to. Self-attention only.
+          cache: previous keys and values, to which this step's are appended. Self-attention only.
           positions: `[Tq]` or `[B, Tq]`, positions in the sequence; `arange` when None. Not with a cache, which counts.
-          segments, lengths: see `Context`; self-attention only. Rotary positions start again with each segment; masks
-            and score mods see positions in the sequence, whose distances are those within a document.
+          segments, lengths: see `Context`; self-attention only. Rotary positions restart with each segment; masks and
+            score mods see positions in the sequence, whose distances are the same as within a document.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
 
         Returns:
           `[B, Tq, out_features]`; with a cache also the extended cache.
 
         Raises:
-          ValueError: a width or head counts that do not divide, a cache of another size or with `inputs_kv` or
-            `positions`, `segments` of another shape or with one of these, `rotary`, `forget_gate` or `conv` with
-            `inputs_kv`, and any error of `attnlab.attention`.
+          ValueError: the width or head counts do not divide; a cache has a wrong size, or comes with `inputs_kv` or
+            `positions`; `segments` have a wrong shape, or come with one of these; `rotary`, `forget_gate` or `conv` is
+            set with `inputs_kv`; any error of `attnlab.attention`.
           flax.errors.InvalidRngError: dropout is on, but there is neither `dropout_key` nor a `dropout` rng.
         """
         context = Context(mask, segments, lengths, positions, dropout_key)
@@ -171,7 +171,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         cache: KVCache | None = None,
         inputs_kv: Float[Array, "B Tk Fk"] | None = None,
     ) -> LayerOut:
-        """Project, extend the cache, attend, and what comes after: four steps, of which a subclass may replace one."""
+        """Run the steps `project`, `extend`, `attend` and `after`; a subclass may replace one of them."""
         memory = x if inputs_kv is None else inputs_kv
         if cache is not None:
             context = context._replace(positions=cache.length[:, None] + jnp.arange(x.shape[1]))
@@ -188,7 +188,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         return LayerOut(out, cache, own if self.value_residual else None)
 
     def project(self, x, memory, context: Context, cache: KVCache | None):
-        """Queries of x, keys and values of the memory, `[B, T, heads, D]`, and the last inputs of convolutions."""
+        """(Queries of x, keys and values of the memory, each `[B, T, heads, D]`, the last inputs of convolutions)."""
         self.check_options()
         width, (kv_heads, _) = x.shape[-1], self._of_keys(x.shape[-1])
         if self.head_dim is None and width % self.num_heads:
@@ -213,7 +213,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         return q, k, v, conv
 
     def extend(self, x, k, v, context: Context, cache: KVCache | None):
-        """(Keys, values, the other arguments of the operator, the extended cache): the cache's tokens and these."""
+        """(Keys and values of the cache and of these tokens, the operator's other arguments, the extended cache)."""
         mask, kv_positions = mask_of(self, context, cache), context.positions
         forget, kv_forget = self._forget_sums(x) if self.forget_gate else None, None
         if cache is not None:
@@ -233,7 +233,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         return out, lambda rows=None: attention_weights(q, k, rows=rows, **without_dropout(terms))
 
     def after(self, z, v, x, context: Context):
-        """The input of the output projection, from z `[B, T, H, Dv]`, and the tokens' own values and inputs."""
+        """The input of the output projection, from z `[B, T, H, Dv]` and the tokens' own values and inputs."""
         gate = nn.sigmoid(self._heads(x, "gate", (self.num_heads, z.shape[-1]))) if self.output_gate else None
         return z if gate is None else z * gate
 
@@ -251,7 +251,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         return {"query": (self.num_heads, keys[1]), "key": keys, "value": self._of_values(features)}
 
     def _check_cross(self, cache) -> None:
-        """Raise ValueError for what cross-attention cannot have."""
+        """Raise ValueError for a cache, or for options that cross-attention does not support."""
         if cache is not None:
             raise ValueError("cache is for self-attention: leave out inputs_kv, or the cache")
         for name in ("rotary", "forget_gate", "conv"):
@@ -259,7 +259,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
                 raise ValueError(f"{name} needs queries and keys of one sequence: leave it out for cross-attention")
 
     def _heads(self, x, name, size):
-        """A projection `[B, T, heads, D]`."""
+        """Project x to `[B, T, heads, D]`."""
         use_bias = self.use_bias if self.qkv_bias is None else self.qkv_bias
         return projections.dense(self, name, *size, use_bias=use_bias)(x)
 
@@ -269,7 +269,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         options = {"dtype": wide, "kernel_init": self.kernel_init, "dot_general": products.dot_general}
         gates = nn.Dense(self.num_heads, name="forget", **options)(x)
         gates = sharding.constrain(gates, "batch", "length", "heads")
-        # Below −100 a gate forgets all, and the sums would lose the digits of what follows.
+        # Below −100 a gate forgets everything, and the sums would lose digits of the gates that follow.
         return jnp.cumsum(jnp.maximum(nn.log_sigmoid(gates), -100.0), axis=-2)
 
     def _normalize(self, x, name):
@@ -278,11 +278,11 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
 
 
 class SoftmaxConfig(LayerConfig):
-    """A kind of softmax attention to the tokens before, all or the last `window`.
+    """A kind of softmax attention to all previous tokens, or to the last `window`.
 
     Attributes:
       mask: and-ed with the causal mask or the window.
-      score_mod: one or several, after the soft cap and ALiBi.
+      score_mod: one score mod or several, applied after the soft cap and ALiBi.
     """
 
     heads: int | None = option("query heads, H; None for num_heads", None, low=1)
@@ -322,7 +322,7 @@ class SoftmaxConfig(LayerConfig):
         }
 
     def num_heads(self, model) -> int:
-        """H of the layer in a model."""
+        """H, the layer's number of heads in a model."""
         return self.heads or model.num_heads
 
     def check(self, model):
@@ -345,7 +345,7 @@ class AttentionConfig(SoftmaxConfig, of=MultiHeadAttention, kind="attention"):
         return (
             shared
             | norm
-            | {  # ε of layer norms is Flax's, 1e-6
+            | {  # layer norms have Flax's ε, 1e-6
                 "head_dim": self.head_dim or model.width // heads,
                 "kv_heads": self.kv_heads or heads,
                 "qkv_bias": shared["use_bias"] if self.qkv_bias is None else self.qkv_bias,
@@ -353,7 +353,7 @@ class AttentionConfig(SoftmaxConfig, of=MultiHeadAttention, kind="attention"):
         )
 
     def rotated_features(self, model) -> int:
-        """D, the features of a head."""
+        """D, the number of features of a head."""
         return self.head_dim or model.width // self.num_heads(model)
 
     def check(self, model):
@@ -389,20 +389,20 @@ class ForgetConfig(AttentionConfig, kind="forget"):
 
 
 def as_tuple(score_mod) -> tuple[ScoreMod, ...]:
-    """A score mod, several, or None, as a tuple; functions `fn(score, b, h, i, j)` become `ScoreFn`."""
+    """Convert a score mod, several, or None to a tuple; functions `fn(score, b, h, i, j)` become `ScoreFn`."""
     mods = () if score_mod is None else score_mod if isinstance(score_mod, tuple) else (score_mod,)
     return tuple(ScoreFn(mod) if inspect.isfunction(mod) else mod for mod in mods)
 
 
 def mask_of(layer, context: Context, cache) -> Mask | None:
-    """The keys that the tokens of a call may attend to, by the layer, the caller, their documents and padding."""
+    """The mask of a call: the layer's, the caller's, the documents' and the padding's, and-ed."""
     mask = context.mask if context.segments is None else join(context.mask, Segments(context.segments))
     mask = mask if context.lengths is None or cache is not None else join(mask, Padding(context.lengths))
     return join(layer.mask, mask)
 
 
 def dropout_of(layer, context: Context) -> dict:
-    """The arguments of the operator for dropout of attention weights; {} without."""
+    """The operator's arguments for dropout of attention weights; {} without dropout."""
     if context.dropout_key is None or not layer.dropout_rate:
         return {}
     return {"dropout_rate": layer.dropout_rate, "dropout_key": context.dropout_key}
@@ -414,7 +414,7 @@ def without_dropout(terms: dict) -> dict:
 
 
 def seen(layer: nn.Module, z, weights: Callable, v, drops: bool):
-    """The operator's output z with the tap of `attnlab.see` at the pattern, which is also sown."""
+    """Pass the operator's output z through the tap of `attnlab.see` at the pattern; sow the pattern if requested."""
     if layer.is_mutable_collection("intermediates"):
         layer.sow("intermediates", "attention_weights", weights())
     return taps.attended(layer, z, weights, v, drops=drops)

@@ -8,7 +8,7 @@ from attnlab.ops.cpu import pointwise
 from attnlab.types import Array, DType
 
 NORMS = ("layer", "rms", "rms_plus_one")
-NORM_AT = ("before", "after", "both")  # of a layer of a block
+NORM_AT = ("before", "after", "both")  # relative to a layer of a block
 NORM_EPSILON = 1e-5  # GPT-2's
 
 
@@ -47,9 +47,9 @@ class RMSNorm(nn.Module):
 
     Attributes:
       epsilon: ε.
-      plus_one: multiply by 1 + scale, which then starts at 0 (Gemma Team 2024), so that weight decay draws it to 1.
+      plus_one: multiply by 1 + scale, where scale starts at 0 (Gemma Team 2024): weight decay draws the gain to 1.
       dtype: type of the result; the wider of the input's and the parameters' when None. Sums are float32.
-      groups: of features, one after another, each normalized by itself (Wu and He 2018).
+      groups: number of consecutive groups of features, each normalized separately (Wu and He 2018).
 
     >>> RMSNorm().init_with_output(jax.random.key(0), jnp.array([[2.0, -2.0]]))[0].round(3)
     Array([[ 1., -1.]], dtype=float32)
@@ -73,7 +73,7 @@ class RMSNorm(nn.Module):
 def make_norm(
     kind: str, epsilon: float, *, use_bias: bool = False, dtype: DType | None = None, name: str | None = None
 ) -> nn.Module:
-    """The norm of a kind: "layer", "rms" or "rms_plus_one", which have no bias."""
+    """Make the norm of a kind: "layer", or, without a bias, "rms" or "rms_plus_one"."""
     if kind not in NORMS:
         raise ValueError(f"norm = {kind!r}: expected one of {', '.join(NORMS)}")
     if kind == "layer":

@@ -59,7 +59,7 @@ class LearnedPositions(nn.Module):
 
     @nn.compact
     def __call__(self, positions: Int[Array, "*T"]) -> Float[Array, "*T features"]:
-        """Vectors of `positions` `[..., T]`, each in [0, context).
+        """Look up the vectors of `positions` `[..., T]`, each in [0, context).
 
         Raises:
           ValueError: T exceeds the context, or a position is out of range (checked unless traced).
@@ -75,7 +75,7 @@ class LearnedPositions(nn.Module):
 
 
 def within_segments(segments: Int[Array, "*B T"]) -> Int[Array, "*B T"]:
-    """int32 positions that start again with each run of equal ids, as documents in one sequence."""
+    """int32 positions that restart with each run of equal ids, such as the documents of one sequence."""
     index = jnp.broadcast_to(jnp.arange(segments.shape[-1], dtype=jnp.int32), segments.shape)
     is_first = jnp.concatenate([jnp.ones_like(segments[..., :1], bool), segments[..., 1:] != segments[..., :-1]], -1)
     return index - lax.cummax(jnp.where(is_first, index, 0), axis=index.ndim - 1)

@@ -1,7 +1,7 @@
 """Layers as JSON, in `config.json`: kinds and options by name, masks and score mods by class and fields.
 
-An array is named by its sha256, and its bytes stand in a file beside it. Code is named, and never run: it is found
-where this process has imported it. Where it has not, an `Absent` part takes its place, and says so when it is used.
+An array is named by its sha256; its bytes are in a file beside `config.json`. Code is named and never run: its name
+resolves if this process has imported it. If not, an `Absent` takes its place and raises an error when it is used.
 """
 
 import dataclasses
@@ -34,18 +34,18 @@ _BUILT_IN = {
     if inspect.isclass(each) and issubclass(each, Mask | ScoreMod)
 }
 _CODE = ("class", "function")
-_WRITTEN: dict[str, Callable] = {}  # code by the records of it that this process has written, also of no module
+_WRITTEN: dict[str, Callable] = {}  # by record: code that this process has recorded, importable or not
 
 
 @dataclasses.dataclass(frozen=True)
 class Absent(Mask, ScoreMod):
-    """In place of a mask or a score mod whose code this process has not."""
+    """Placeholder for a mask or a score mod whose code this process does not have."""
 
     record: str  # JSON
     STATIC = ("record",)
 
     def missing(self, *_):
-        """Raise UserError."""
+        """Raise UserError with the name of the missing code."""
         name, file = next(((each["name"], each["file"]) for each in code_in(json.loads(self.record))), ("code", ""))
         where = f"pass --import={file}, or " if file and "<" not in name else ""
         raise UserError(f"the run's layers have {name}, which this process has not: {where}pass it again in Python")
@@ -72,7 +72,7 @@ def of_layer(layer: LayerConfig) -> dict[str, Any]:
 
 
 def layer_of(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> LayerConfig:
-    """The layer of a record; `arrays` as from `arrays_of`."""
+    """The layer of a record; `arrays` come from `arrays_of`."""
     kind, values = KINDS[record["kind"]], {name: value for name, value in record.items() if name != "kind"}
     for field in (field for field in dataclasses.fields(kind) if field.name in values):
         value = values[field.name]
@@ -81,10 +81,10 @@ def layer_of(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Lay
 
 
 def of_value(value) -> Any:
-    """A value as JSON has it; TypeError with its type for one that cannot be."""
+    """The JSON form of a value; TypeError with the value's type if there is none."""
     if isinstance(value, Absent):
         return json.loads(value.record)
-    if isinstance(value, np.generic):  # whose type counts in products
+    if isinstance(value, np.generic):  # its type matters in products
         return of_value(np.asarray(value)) | {"scalar": True}
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -104,7 +104,7 @@ def of_value(value) -> Any:
 
 
 def value_of(record, arrays: Mapping[str, np.ndarray]) -> Any:
-    """The value of a record; ValueError for an array that is missing or another one."""
+    """The value of a record; ValueError for an array that is missing or does not match its sha256."""
     if isinstance(record, list):
         return tuple(value_of(each, arrays) for each in record)
     if not isinstance(record, dict):
@@ -121,7 +121,7 @@ def value_of(record, arrays: Mapping[str, np.ndarray]) -> Any:
 
 
 def code_in(record) -> Iterator[dict[str, str]]:
-    """The functions and classes of users in a record: name, module, and file, which is "" for none."""
+    """The user-defined functions and classes in a record: name, module, and file ("" for none)."""
     if isinstance(record, list | dict):
         for key, each in record.items() if isinstance(record, dict) else enumerate(record):
             if key in _CODE and isinstance(each, dict) and "module" in each:
@@ -131,7 +131,7 @@ def code_in(record) -> Iterator[dict[str, str]]:
 
 
 def code_of(value) -> list[Callable]:
-    """The functions and classes of a user in a layer's mask and score mods; UserError for an absent one."""
+    """The user-defined functions and classes in a layer's mask and score mods; UserError for an absent one."""
     if isinstance(value, Absent):
         value.missing()
     if inspect.isfunction(value):
@@ -154,7 +154,7 @@ def arrays_of(value) -> dict[str, np.ndarray]:
 
 
 def same(a, b, *, by_version: bool = False) -> bool:
-    """Whether two values have one record: of any functions, whose versions a run compares, or `by_version`."""
+    """Whether two values have equal records. Code counts only if `by_version`, because a run compares versions."""
     try:
         return a is b or _text(of_value(a), by_version) == _text(of_value(b), by_version)
     except TypeError:
@@ -193,13 +193,13 @@ def _is_group(field: dataclasses.Field, value) -> bool:
 
 
 def _version(value: Function) -> str:
-    """Twelve digits of what a function of a mask or score mod computes; "" for one that cannot be traced by itself."""
+    """Twelve digits of a digest of what a mask's or score mod's function computes; "" if it cannot be traced alone."""
     scores = (jax.ShapeDtypeStruct((), jnp.float32),) if isinstance(value, ScoreFn) else ()
     arrays = (jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x for x in value.arrays)
     digest, index = Digest(), jax.ShapeDtypeStruct((), jnp.int32)
     try:
         digest.add(value.fn, *scores, *[index] * 4, *arrays)
-    except Exception:  # whatever it raises, which the operator tells
+    except Exception:  # whatever it raises; the operator reports it
         return ""
     return digest.hexdigest()[:12]
 
@@ -209,26 +209,26 @@ def _is_built_in(kind: type) -> bool:
 
 
 def named(code: Callable) -> dict[str, str]:
-    """Where code is: its name, its module, and the module's file."""
+    """The location of code: its name, its module, and the module's file."""
     file = getattr(sys.modules.get(code.__module__), "__file__", None) or ""
     return {"name": code.__qualname__, "module": code.__module__, "file": file}
 
 
 def _written(code: Callable, version: str | None = None) -> dict[str, str]:
-    """The record of code, which this process finds again."""
+    """Record code so that this process finds it again."""
     record = named(code) | ({} if version is None else {"version": version})
     _WRITTEN[json.dumps(record)] = code
     return record
 
 
 def _found(code: Mapping[str, str]) -> Callable | None:
-    """A function, or a class of masks or score mods, of this process; None where it has none of this name."""
+    """The function, mask class or score mod class that a record names in this process; None if there is none."""
     imported, written = in_module(code), _WRITTEN.get(json.dumps(code))
     return (written or imported) if "version" in code else (imported or written)
 
 
 def in_module(code: Mapping[str, str]) -> Callable | None:
-    """The function or class of this name in an imported module; the module may have another name by now."""
+    """The function or class of this name in an imported module, which may have another name by now."""
     of_file = (each for each in list(sys.modules.values()) if code["file"] == (getattr(each, "__file__", None) or 0))
     for module in (sys.modules.get(code["module"]), *of_file):
         found = module

@@ -7,7 +7,7 @@ REMAT = ("none", "block", "dots", "attention")
 
 
 def remat_policy(remat: str, *, gathers: bool, loop: bool):
-    """(whether `jax.checkpoint` is needed, its policy), where the block `gathers` parameters, and for a loop of layers.
+    """(Whether `jax.checkpoint` is needed, its policy), for a block that `gathers` parameters, or layers in a `loop`.
 
     Without a loop, XLA recomputes the elementwise functions between products by itself. Across the iterations of a loop
     it cannot, so "none" is treated as "dots" there.
@@ -25,14 +25,14 @@ def remat_policy(remat: str, *, gathers: bool, loop: bool):
 
 
 def _is_product(primitive, params) -> bool:
-    """A product with weights: products of scores and values have batch axes."""
+    """Whether a primitive is a product with weights; products of scores and values have batch axes."""
     if primitive.name == "dot_general":
         return params["dimension_numbers"][1] == ((), ())
     return primitive.name == "matrix_product"
 
 
 def _is_attention(primitive, params) -> bool:
-    """Residuals of the attention operator: arrays named "attention", and the outputs of cuDNN's primitives."""
+    """Whether a primitive gives a residual of the attention operator: an array named "attention", or cuDNN's output."""
     return (primitive.name == "name" and params["name"] == "attention") or primitive.name.startswith(
         "dot_product_attention_fwd"
     )

@@ -1,4 +1,4 @@
-"""Rotary position embedding, and the ways to stretch it over longer contexts than it was trained on."""
+"""Rotary position embedding, and ways to stretch it to contexts longer than in training."""
 
 import dataclasses
 import math
@@ -20,10 +20,10 @@ _SCALED, _BY_TURNS, _YARN = ({"scaling": kinds} for kinds in (SCALINGS[1:], tupl
 class Rotary:
     """Rotary position embedding (Su et al. 2021): the pair of features (i, i + R/2) turns by pos / base^(2i/R).
 
-    To use a model on longer sequences than it was trained on, pairs are slowed down by `factor`: with "linear" all
-    of them (Chen et al. 2023), with "llama3" and "yarn" those that make fewer than `slow_turns` turns within the
-    original context, while those that make more than `fast_turns` stay as they are. Pairs between are slowed partly:
-    by a share linear in their turns (Llama Team 2024) or in the index of the pair (Peng et al. 2023, section 3.2).
+    To use a model on longer sequences than in training, pairs are slowed down by `factor`: "linear" slows all pairs
+    (Chen et al. 2023); "llama3" and "yarn" slow pairs that make fewer than `slow_turns` turns within the original
+    context, and leave pairs that make more than `fast_turns` unchanged. Pairs in between are slowed partly, by a share
+    that is linear in their turns (Llama Team 2024) or in the index of the pair (Peng et al. 2023, section 3.2).
 
     >>> Rotary(base=100.0).frequencies(8).round(3)
     array([1.   , 0.316, 0.1  , 0.032], dtype=float32)
@@ -104,21 +104,21 @@ class Rotary:
             turns = self.original_context * frequencies / (2 * math.pi)
             return np.clip((turns - self.slow_turns) / (self._fast_turns - self.slow_turns), 0, 1)
 
-        def pair(turns):  # the index of the pair that makes so many turns
+        def pair(turns):  # the index of the pair that makes this many turns
             return rotated * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
         first, last = pair(self._fast_turns), pair(self.slow_turns)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, rotated - 1)
-        width = last - first if last != first else 1e-3  # as the reference implementation has it
+        width = last - first if last != first else 1e-3  # as in the reference implementation
         return 1 - np.clip((np.arange(rotated // 2) - first) / width, 0, 1)
 
 
 def rotary(
     x: Float[Array, "*B T H D"], positions: Int[Array, "..."], base: float | Rotary = 10_000.0
 ) -> Float[Array, "*B T H D"]:
-    """Rotary position embedding: rotates the feature pairs (i, i + D/2) by the angle pos / base^(2i/D).
+    """Rotary position embedding: rotate the feature pairs (i, i + D/2) by the angle pos / base^(2i/D).
 
     q·k then depends on the positions only through their difference (Su et al. 2021, equation 34; features are paired by
     halves, as in GPT-NeoX).
@@ -132,7 +132,7 @@ def rotary(
       `[..., T, H, D]` in x's type.
 
     Raises:
-      ValueError: D is odd, the number of positions is not T, or options that `Rotary.check` rejects.
+      ValueError: D is odd, the number of positions is not T, or `Rotary.check` rejects the options.
 
     >>> q = rotary(jnp.ones((3, 1, 2)), jnp.arange(3))
     >>> print(np.asarray(q[:, 0]).round(2))

@@ -19,7 +19,7 @@ class Seq2Seq(nn.Module):
 
     Attributes:
       vocab_size: V; token 0 starts and ends an output, and pads sources.
-      width: F, of embeddings and states.
+      width: F, the width of embeddings and states.
       attention: the attention layer, any module called as `(queries [B, 1, F], memory [B, S, 2F], mask=…)`:
         `AdditiveAttention()`, `MultiHeadAttention(num_heads=1)`.
 
@@ -51,7 +51,7 @@ class Seq2Seq(nn.Module):
           float32 `[B, T, V]`.
 
         Raises:
-          ValueError: the batch sizes of the three differ, or a token is out of range (checked unless traced).
+          ValueError: the three batch sizes differ, or a token is out of range (checked unless traced).
         """
         if np.shape(lengths) != source.shape[:1] or inputs.shape[:1] != source.shape[:1]:
             raise ValueError(
@@ -103,7 +103,7 @@ def alignment(
 ) -> Float[Array, "B T S"]:
     """The attention weight of each output token on each source token (Bahdanau et al. 2015, figure 3).
 
-    Arguments and errors as for the model.
+    Arguments and errors are the model's.
 
     Returns:
       `[B, T, S]`, averaged over heads; each row sums to 1.

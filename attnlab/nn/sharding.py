@@ -1,14 +1,14 @@
-"""Shardings of parameters and activations by the names of their axes, as Flax's logical axes.
+"""Sharding of parameters and activations by the names of their axes (Flax's logical axes).
 
-`flax.linen.logical_axis_rules` says which axes of a mesh split which names; without rules nothing changes. With
+`flax.linen.logical_axis_rules` maps names to the mesh axes that split them; without rules nothing changes. With
 
     rules = (("batch", ("data", "fsdp")), ("length", "context"), ("embed", "fsdp"), ("heads", "tensor"),
              ("kv_heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor"))
 
-activations are split by examples and along the sequence, as in `attnlab.context_parallel("context")`, and heads, hidden
-features and the vocabulary by "tensor" (Shoeybi et al. 2019). Parameters are stored in shares along "embed"; the
-parameters of a layer are gathered before it is computed and again for its gradient, which is summed into shares (Zhao
-et al. 2023, section 3; Rajbhandari et al. 2020, stage 3).
+activations are split by example and along the sequence, as in `attnlab.context_parallel("context")`; heads, hidden
+features and the vocabulary are split by "tensor" (Shoeybi et al. 2019). Parameters are stored in shards along "embed".
+A layer's parameters are gathered before the layer is computed and again for its gradient, which is summed into shards
+(Zhao et al. 2023, section 3; Rajbhandari et al. 2020, stage 3).
 """
 
 import functools
@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from attnlab.ops.meshes import names_of
 from attnlab.types import Array
 
-# The names of the axes of parameters; all others (norms, and biases that are not listed) have none.
+# Axis names of parameters; all others (norms, and biases that are not listed) have none.
 PARAMETERS = (
     (r"query/kernel$", ("embed", "heads", None)),
     (r"(key|value)/kernel$", ("embed", "kv_heads", None)),
@@ -31,7 +31,7 @@ PARAMETERS = (
     (r"(key|value)/bias$", ("kv_heads", None)),
     (r"attention/gate/kernel$", ("embed", "heads", None)),
     (r"attention/gate/bias$", ("heads", None)),
-    # Whole along "embed": one column a head is small, and a gather would round it to the type of the computation.
+    # Not split along "embed": one column per head is small, and a gather would round it to the computation's type.
     (r"attention/forget/kernel$", (None, "heads")),
     (r"attention/forget/bias$", ("heads",)),
     (r"attention/(a|b)/kernel$", (None, "heads")),
@@ -41,7 +41,7 @@ PARAMETERS = (
     (r"attention/(k_k|k_a|r_k|lower_bound)$", ("heads", None)),
     (r"query_conv/kernel$", (None, "heads", None)),
     (r"(key|value)_conv/kernel$", (None, "kv_heads", None)),
-    # Mixed features of all heads, and the layers without heads, are split along "embed" alone.
+    # Features that belong to all heads, and layers without heads, are split along "embed" alone.
     (r"attention/(in|linear|query_down|latent|rotary)/kernel$", ("embed", None)),
     (r"attention/conv/kernel$", ("embed",)),
     (r"attention/cell/\w+/kernel$", ("embed", None)),
@@ -55,14 +55,14 @@ PARAMETERS = (
 
 
 def parameter_names(path: str, rank: int) -> tuple[str | None, ...]:
-    """The names of a parameter's axes, or of a part of it; stacked layers have one more axis in front."""
+    """The axis names of a parameter, or of a part of it; stacked layers have one more axis in front."""
     path = re.sub(r"/kernel/\d+$", "/kernel", path)
     names = next((names for rule, names in PARAMETERS if re.search(rule, path)), ())
     return (*(None,) * (rank - len(names)), *names)
 
 
 def spec_of(names, shape, mesh) -> PartitionSpec:
-    """The mesh axes that split an array, by the rules in context; an axis that they do not divide is not split."""
+    """The mesh axes that split an array by the current rules; an axis that they do not divide is not split."""
 
     def splits(axes, size):
         axes = tuple(name for name in names_of(axes) if name not in _manual(mesh))
@@ -75,7 +75,7 @@ def spec_of(names, shape, mesh) -> PartitionSpec:
 
 
 def shards(name: str, x: Array) -> int:
-    """How many devices split the axes with a name, by the rules in context and the mesh of `x`."""
+    """The number of devices that split axes of this name, by the current rules and the mesh of `x`."""
     mesh = _mesh(x)
     if mesh is None:
         return 1
@@ -83,9 +83,9 @@ def shards(name: str, x: Array) -> int:
 
 
 def over_tokens(function, x: Array, weights: Array, targets: Array) -> Array:
-    """`function(x, weights, targets)` on each device's tokens, where batch and length alone are split.
+    """Run `function(x, weights, targets)` on each device's tokens, if only batch and length are split.
 
-    The gradient of the weights is then summed over devices once; XLA would sum it in every turn of a loop.
+    The gradient of the weights is then summed over devices once; XLA would sum it in every iteration of a loop.
     """
     mesh = _mesh(x)
     if mesh is None or shards("batch", x) * shards("length", x) != math.prod(_auto(mesh).values()):
@@ -99,31 +99,31 @@ def over_tokens(function, x: Array, weights: Array, targets: Array) -> Array:
 
 
 def over_examples(function, whole, batch):
-    """`function(whole, batch, axes)` on the examples of each device, or group of devices, that has all of `whole`.
+    """Run `function(whole, batch, axes)` on the examples of each device, or device group, that has all of `whole`.
 
-    `axes` are the names of the mesh's axes over which its results, equal on all devices, are sums or means; None where
-    all examples are in one place. `batch` is a tree of arrays `[B, ...]`.
+    The function must sum or average its results over the mesh axes named by `axes`, so that they are equal on all
+    devices; `axes` is None if all examples are in one place. `batch` is a tree of arrays `[B, ...]`.
     """
     x = jax.tree.leaves(batch)[0]
     mesh = _mesh(x)
     axes = () if mesh is None else [name for name in _axes_of("batch") if _auto(mesh).get(name, 1) > 1]
-    axes = tuple(name for name in axes if name not in _axes_of("embed"))  # which split the parameters as well
+    axes = tuple(name for name in axes if name not in _axes_of("embed"))  # axes of "embed" also split parameters
     if not axes or x.shape[0] % math.prod(mesh.shape[name] for name in axes):
         return function(whole, batch, None)
     run = functools.partial(function, axes=axes)
-    # Unchecked, as within a check JAX would sum the gradient of what all devices have as soon as it is computed.
+    # Unchecked, because with the check JAX would sum the gradient of replicated values as soon as it is computed.
     options = {"axis_names": set(axes), "check_vma": False}
     specs = (PartitionSpec(), PartitionSpec(axes))
     return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), **options)(whole, batch)
 
 
 def is_active(x: Array) -> bool:
-    """Whether there are rules, and a mesh of several devices that they can split `x` over."""
+    """Whether there are rules and a mesh of several devices over which they can split `x`."""
     return _mesh(x) is not None
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """`x` split by the names of its axes: "batch", "length", "heads", "kv_heads", "mlp", "vocab", or None."""
+    """Split `x` by the names of its axes: "batch", "length", "heads", "kv_heads", "mlp", "vocab", or None."""
     mesh = _mesh(x)
     if mesh is None:
         return x
@@ -131,9 +131,9 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 
 def gathered(params, dtype=None, prefix: str = ""):
-    """A layer's parameters, whole along "embed", and cast to `dtype` where they were split, so that fewer bytes move.
+    """Gather a layer's parameters along "embed"; cast split ones to `dtype` before, so that fewer bytes move.
 
-    The gradient comes back in shares. `prefix` is the path of the tree within a model's parameters, e.g. "embed".
+    The gradient comes back in shards. `prefix` is the path of the tree within a model's parameters, e.g. "embed".
     """
 
     def whole(path, x):
@@ -153,7 +153,7 @@ def gathered(params, dtype=None, prefix: str = ""):
 
 
 def gathering(owner: nn.Module, call):
-    """`call(module, …)` with the module's parameters gathered, where they are split; in the type of `owner`."""
+    """Wrap `call(module, …)` so that the module's split parameters are gathered, in the type of `owner`."""
     if owner.is_initializing() or not nn.get_logical_axis_rules():
         return call
 
@@ -171,7 +171,7 @@ def _gather(x, used, stored):
 
 
 def _gathered_forward(x, used, stored):
-    # Inlined, as `is_gather` would not find the constraint within a call.
+    # Inlined, because `is_gather` would not find the constraint within a call.
     return lax.with_sharding_constraint(x, used), None
 
 
@@ -196,7 +196,7 @@ def is_gather(primitive) -> bool:
 
 
 def _mesh(x):
-    """The mesh of an array, if there are rules for it; axes within `shard_map` and Explicit axes are left alone."""
+    """The mesh over which the rules split an array, or None; `shard_map` and Explicit axes are left alone."""
     if not nn.get_logical_axis_rules() or not isinstance(x, jax.Array):
         return None
     mesh = jax.typeof(x).sharding.mesh
@@ -205,16 +205,16 @@ def _mesh(x):
 
 
 def _auto(mesh) -> dict[str, int]:
-    """The axes of a mesh, and their sizes, that XLA splits arrays over."""
+    """The mesh axes over which XLA splits arrays, and their sizes."""
     return {name: size for name, size in mesh.shape.items() if name not in _manual(mesh)}
 
 
 def _manual(mesh) -> list[str]:
-    """The axes of a mesh that a `shard_map` around this call has split arrays over."""
+    """The mesh axes over which an enclosing `shard_map` has split arrays."""
     return [name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual]
 
 
 def _axes_of(name: str) -> tuple[str, ...]:
-    """The axes of a mesh that split the axes with a name, by the rules in context."""
+    """The mesh axes that split axes of this name, by the current rules."""
     (axes,) = nn.logical_to_mesh_axes((name,))
     return names_of(axes)

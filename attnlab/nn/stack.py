@@ -1,8 +1,8 @@
 """The layers of a model: the layout of their parameters, and the one way to run them.
 
-One by one, the parameters are `block_0`, `block_1`, …. Stacked, layers of like shapes are one `blocks`, with an axis of
-layers in front. Where a pattern repeats layers of unlike shapes, each place in it has a stack, `blocks_0`, `blocks_1`,
-…, and layers after its last whole repetition stay unstacked.
+Unstacked, the parameters are `block_0`, `block_1`, …. Stacked, layers of equal shapes are one `blocks`, with a leading
+axis of layers. If layers of different shapes repeat in a pattern, each place in the pattern has a stack, `blocks_0`,
+`blocks_1`, …, and layers after the last whole repetition stay unstacked.
 """
 
 import functools
@@ -26,16 +26,16 @@ from attnlab.ops import dropout
 
 
 def stack_layers(tree):
-    """Stack the layers `block_0`, `block_1`, … of a tree of parameters: leaves have an axis of layers in front.
+    """Stack the layers `block_0`, `block_1`, … of a tree of parameters: leaves get a leading axis of layers.
 
-    Stacked layers are compiled once and run in a loop: see `GPT`. Other parameters stay as they are, and so does a tree
+    Stacked layers are compiled once and run in a loop: see `GPT`. Other parameters are unchanged, and so is a tree
     without layers. The tree may be an optimizer's state; leaves may be arrays or `jax.ShapeDtypeStruct`.
 
     >>> tree = stack_layers({"block_0": {"w": jnp.ones(3)}, "block_1": {"w": jnp.zeros(3)}, "norm": jnp.ones(3)})
     >>> jax.tree.map(jnp.shape, tree)
     {'blocks': {'w': (2, 3)}, 'norm': (3,)}
 
-    Layers of two shapes that alternate are two stacks:
+    Layers that alternate between two shapes become two stacks:
 
     >>> layers = {f"block_{n}": {"w": jnp.ones(2 + n % 2)} for n in range(5)}
     >>> jax.tree.map(jnp.shape, stack_layers(layers))
@@ -111,7 +111,7 @@ def _shapes(tree):
 
 
 def _period(shapes: Sequence) -> int:
-    """The shortest pattern whose repetition the layers' shapes are."""
+    """The length of the shortest pattern that the layers' shapes repeat."""
     return next(n for n in range(1, len(shapes) + 1) if all(shapes[i] == shapes[i % n] for i in range(len(shapes))))
 
 
@@ -138,7 +138,7 @@ def _reshaped(x: jax.ShapeDtypeStruct, shape, split) -> jax.ShapeDtypeStruct:
 def fold(model, x, context: Context, keys, caches):
     """(The residual stream `[B, T, F]` after the layers of a `GPT` that is being applied, the extended caches or None).
 
-    `context` is the same for all layers, `keys` are dropout keys, one per example, and `caches` one per layer.
+    `context` is the same for all layers; `keys` are dropout keys, one per example; `caches` are one per layer.
     """
     params = model.variables.get("params", {})
     if not is_stacked(params):
@@ -158,7 +158,7 @@ def fold(model, x, context: Context, keys, caches):
 
 
 def _one_by_one(model, x, context, keys, caches):
-    """Run the layers as modules, whose parameters are `block_0`, `block_1`, …."""
+    """Run the layers as modules, with the parameters `block_0`, `block_1`, …."""
     gathers = not model.is_initializing() and sharding.is_active(x)
     recomputes, policy = remat_policy(model.config.remat, gathers=gathers, loop=False)
     forward = sharding.gathering(model, lambda block, *args: block.forward(*args))
@@ -187,7 +187,7 @@ def _in_a_loop(model, x, context, keys, params):
 
     def run_one(n, params, x, context, layer, *, in_loop) -> LayerOut:
         call = functools.partial(forward, blocks[n])
-        # A loop is a barrier by itself.
+        # A loop prevents common subexpression elimination by itself.
         call = jax.checkpoint(call, policy=policy, prevent_cse=not in_loop) if recomputes else call
         return call(params, x, context, layer, keys)
 
@@ -206,7 +206,7 @@ def _in_a_loop(model, x, context, keys, params):
             x = run_one(n, own, x, context, first + n, in_loop=True).out
         return x, None
 
-    # With value residuals the first period gives its values to the others; an incomplete one is the last.
+    # With value residuals, the first period gives its values to the others; an incomplete period comes last.
     start = min(period, model.config.num_layers) if any(block.value_residual for block in blocks) else 0
     for layer in range(start):
         x, context = alone(x, context, layer)
@@ -230,5 +230,5 @@ def _at(context: Context, layer, keys) -> Context:
 
 
 def _with_values(context: Context, found: LayerOut) -> Context:
-    """The context of the layers after one: the first layer that has any sets the first values."""
+    """The context of the layers after this one: the first layer with values sets the first values."""
     return context._replace(first_values=found.values) if context.first_values is None else context

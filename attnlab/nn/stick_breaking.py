@@ -11,10 +11,10 @@ from attnlab.ops.stick_breaking import stick_breaking_attention, stick_breaking_
 class StickBreakingAttention(MultiHeadAttention):
     """Multi-head attention by `attnlab.stick_breaking_attention` (Tan et al. 2024, arXiv 2410.17980).
 
-    A token attends to the tokens before it, the nearest first, and not to itself. The order of the keys is all that it
-    knows of positions. Parameters, cache and call are `MultiHeadAttention`'s.
+    A token attends to the tokens before it, the nearest first, and not to itself. The order of the keys is its only
+    information about positions. Parameters, cache and call are the same as in `MultiHeadAttention`.
 
-    Attributes: as `MultiHeadAttention`, but for `score_mod`, `dropout_rate`, `sinks` and `forget_gate`.
+    Attributes: as in `MultiHeadAttention`, without `score_mod`, `dropout_rate`, `sinks` and `forget_gate`.
       impl: "auto", "dense" or "blockwise".
 
     >>> block = Block(StickBreakingAttention(num_heads=2), Mlp())

@@ -24,7 +24,7 @@ ROWS = "see_rows"
 
 
 def asked(name: str) -> str:
-    """The collection that a value is sown into, when it is mutable."""
+    """The collection that a value is sown into, if the collection is mutable."""
     return f"see_{name}"
 
 
@@ -49,9 +49,9 @@ class LinenPort:
         return self._read(ROWS)
 
     def is_asked(self, name: str) -> bool:
-        """Whether to return a value."""
+        """Whether a value is requested."""
         module = self._module
-        # `mutable=True` and `init` request all collections, but not for `attnlab.see`.
+        # `mutable=True` and `init` make all collections mutable, but `attnlab.see` requests none of them.
         everything = module.is_initializing() or module.is_mutable_collection(asked("everything"))
         return module.is_mutable_collection(asked(name)) and not everything
 
@@ -74,7 +74,7 @@ def is_used(module: nn.Module) -> bool:
 
 
 def tap(module, name: str, value):
-    """`value`, edited if there is an edit, and returned where requested; `module` may be a port, as `LinenPort`."""
+    """Return `value` after its edit, if any, and send it if requested; `module` may be a port such as `LinenPort`."""
     port = LinenPort(module) if isinstance(module, nn.Module) else module
     edit = port.edit(name)
     value = value if edit is None else edit(value)
@@ -84,11 +84,11 @@ def tap(module, name: str, value):
 
 
 def attended(module, z, weights: Callable, v: Float[Array, "*B Tk Hk Dv"], *, drops: bool = False):
-    """The operator's output z = pattern·v, `[..., Tq, H, Dv]`, through the tap at the pattern.
+    """Pass the operator's output z = pattern·v, `[..., Tq, H, Dv]`, through the tap at the pattern.
 
-    `weights(rows)` returns the pattern `[..., H, Rq, Tk]` of the query indices `rows` (None for all), and `drops` tells
-    whether z has dropout. An edited pattern p' changes z by (p' − p)·v, so that an edit which changes nothing leaves
-    every bit as it is, and the operator's kernel computes it in both cases.
+    `weights(rows)` returns the pattern `[..., H, Rq, Tk]` of the query indices `rows` (None for all), and `drops` says
+    whether z has dropout. An edited pattern p' changes z by (p' − p)·v, so that the operator's kernel computes z in
+    both cases, and an edit that changes nothing leaves every bit as it is.
     """
     port = LinenPort(module) if isinstance(module, nn.Module) else module
     edit = port.edit("pattern")
@@ -114,7 +114,7 @@ def attended(module, z, weights: Callable, v: Float[Array, "*B Tk Hk Dv"], *, dr
 
 def _weighted(pattern, v, weights):
     """pattern·v for `[..., H, Tq, Tk]` and `[..., Tk, Hk, Dv]`: `[..., Tq, H, Dv]`."""
-    # The values of keys without weight may be anything, also NaN; so may the weights of queries that are.
+    # Keys without weight may have any values, even NaN; queries that are NaN may have any weights.
     is_read = (weights > 0).any(axis=(-3, -2))[..., None, None]
     v = jnp.repeat(jnp.where(is_read, v, 0), pattern.shape[-3] // v.shape[-2], axis=-2)
     return jnp.einsum("...hqk,...khd->...qhd", pattern, v.astype(pattern.dtype))

@@ -49,7 +49,7 @@ class Block(Layer):
 
     @property
     def value_residual(self) -> bool:
-        """Whether the layer that mixes tokens has one."""
+        """Whether the layer that mixes tokens has a value residual."""
         return self.attention.value_residual
 
     @property
@@ -62,11 +62,11 @@ class Block(Layer):
 
     @nn.compact
     def forward(self, x: Float[Array, "B T F"], context: Context, cache: Any = None) -> LayerOut:
-        """The residual stream after both layers; ValueError also for an unknown `norm` or `norm_at`."""
+        """Compute the residual stream after both layers; ValueError also for an unknown `norm` or `norm_at`."""
         if self.norm_at not in (known := (*NORM_AT, "stream")):
             raise ValueError(f"norm_at = {self.norm_at!r}: expected one of {', '.join(known)}")
         is_before, is_after = self.norm_at in ("before", "both"), self.norm_at in ("after", "both")
-        key = context.dropout_key  # folded with 0 in the mixer, 1 for its output, 2 for the feed-forward layer's
+        key = context.dropout_key  # folded with 0 for the mixer, 1 for its output, 2 for the mlp's output
 
         def norm(x, name):
             options = {"use_bias": self.use_bias, "dtype": self.dtype, "name": name}
@@ -98,14 +98,14 @@ class Block(Layer):
 class GPT(nn.Module):
     """A decoder-only transformer: by default pre-norm blocks and a tied embedding (Radford et al. 2019).
 
-    Its config makes it a GPT-2, Llama, Gemma, Qwen or OLMo: `attnlab.interop.huggingface` reads it from a checkpoint,
+    Its config makes it a GPT-2, Llama, Gemma, Qwen or OLMo: `attnlab.interop.huggingface` reads one from a checkpoint,
     and docs/guide/models.md lists its fields.
 
-    Weights are drawn from a normal distribution with standard deviation 0.02, those that project onto the residual
-    stream with 0.02/√(2L). Biases start at 0.
+    Weights are drawn from a normal distribution with standard deviation 0.02, or 0.02/√(2L) if they project onto the
+    residual stream. Biases start at 0.
 
-    Tokens are 0 … vocab_size − 1. The tables of tokens have `padded_vocab_size` rows, where that is set; the rows after
-    the tokens are padding: they have no logits, no part in the softmax, and a gradient of 0.
+    Tokens are 0 … vocab_size − 1. The token tables have `padded_vocab_size` rows if it is set. The rows after the
+    tokens are padding: they have no logits, no part in the softmax, and a gradient of 0.
 
     >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.zeros((1, 6), jnp.int32)
@@ -113,8 +113,8 @@ class GPT(nn.Module):
     >>> jax.jit(model.apply)(params, tokens).shape  # logits of the next token, at each position
     (1, 6, 10)
 
-    Parameters may also have their layers stacked (`stack_layers`). They are then one loop, which is compiled in the
-    time of one pattern; with caches, or other collections than parameters, layers are slices of the stacks:
+    Layers may also be stacked (`stack_layers`). They then run in one loop, which compiles in the time of one pattern;
+    with caches, or collections other than parameters, layers are slices of the stacks:
 
     >>> stacked = {"params": stack_layers(params["params"])}
     >>> bool(jnp.allclose(model.apply(stacked, tokens), model.apply(params, tokens), atol=1e-6))
@@ -131,7 +131,7 @@ class GPT(nn.Module):
 
     @classmethod
     def of(cls, **values) -> "GPT":
-        """The model of a `ModelConfig.of` these values."""
+        """The model of the config `ModelConfig.of(**values)`."""
         return cls(ModelConfig.of(**values))
 
     @property
@@ -140,11 +140,11 @@ class GPT(nn.Module):
         return self.config.dtype
 
     def replace(self, **fields) -> "GPT":
-        """The model with other values of some fields of its config."""
+        """The model with some fields of its config replaced."""
         return self.clone(config=self.config.replace(**fields))
 
     def over_tokens(self, vocab_size: int) -> "GPT":
-        """The model of the same parameters whose tokens are the first `vocab_size`, the others being padding.
+        """The model with the same parameters whose tokens are the first `vocab_size`; the others are padding.
 
         >>> model = GPT.of(vocab_size=16, num_layers=1, num_heads=2, width=8, context=6).over_tokens(10)
         >>> model.config.vocab_size, model.config.padded_vocab_size
@@ -169,7 +169,7 @@ class GPT(nn.Module):
         lengths: Int[Array, " B"] | None = None,
         places: Int[Array, "B R"] | None = None,
     ) -> Float[Array, "B R V"] | Float[Array, "B R"] | tuple[Float[Array, "B R V"], tuple[Any, ...]]:
-        """Logits of the next token at each position, or the cross-entropy of given ones.
+        """Compute logits of the next token at each position, or the cross-entropy of `targets`.
 
         Args:
           tokens: int `[B, T]`, each in [0, vocab_size); checked unless traced.
@@ -180,21 +180,20 @@ class GPT(nn.Module):
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
           targets: int `[B, T]`, or `[B, R]` with `places`, the next tokens, each in [0, vocab_size); checked unless
             traced, where the loss of others is NaN. Large logits are then never held at once: see `ops.cross_entropy`.
-          segments: int `[B, T]`, the number of each token's document, where sequences are several documents, one after
-            another: a token attends to its own alone, and positions start again with each.
-          lengths: int `[B]`, the tokens of each sequence: the others, at the right, are padding that no token sees and
-            that caches do not keep.
+          segments: int `[B, T]`, the number of each token's document in sequences of several documents, one after
+            another: a token attends only to its own document, and positions restart with each document.
+          lengths: int `[B]`, the number of tokens in each sequence. The rest, at the right, is padding: no token
+            attends to it and no cache stores it.
           places: int `[B, R]`, the positions whose logits or losses are computed; None for all T.
 
         Returns:
-          float32 `[B, R, V]` (R is T without `places`, or what `attnlab.see` keeps), and with caches also the extended
-          caches; with targets their cross-entropy in nats, float32 `[B, R]`.
+          float32 `[B, R, V]` (R is T without `places`, or what `attnlab.see` keeps) and, with caches, the extended
+          caches; with targets, their cross-entropy in nats, float32 `[B, R]`.
 
         Raises:
-          ValueError: tokens out of range, a sequence longer than the
-            learned positions, caches or a mask of another size, targets of another shape or together with caches,
-            segments of another shape or with caches, places of another shape, stacked layers of another number than
-            num_layers.
+          ValueError: tokens are out of range; a sequence is longer than the learned positions; caches, a mask, targets,
+            segments or places have a wrong size or shape; targets or segments come with caches; the number of stacked
+            layers is not num_layers.
         """
         config = self.config
         checks.check_tokens(config, tokens, caches, segments, lengths)
@@ -230,7 +229,7 @@ class GPT(nn.Module):
         return embed, embed if self.config.tie_embeddings else nn.Embed(rows, width, name="output", **options)
 
     def _add_positions(self, x, caches, segments):
-        """Add positional embeddings to `[B, T, F]`, where the model has them."""
+        """Add positional embeddings to `[B, T, F]`, if the model has them."""
         encoding, width = self.config.position_encoding, self.config.width
         if encoding not in ("learned", "sinusoidal"):
             return x
@@ -244,7 +243,7 @@ class GPT(nn.Module):
         return x * width**0.5 + sinusoidal(positions, width).astype(self.dtype)
 
     def block(self, layer: int) -> Block:
-        """The model's block of a number."""
+        """The block of the layer with this number."""
         config = self.config
         initializers = {"kernel_init": config.kernel_init, "out_kernel_init": config.out_kernel_init, "parent": None}
         options = {"gated": config.mlp == "gated", "dtype": config.dtype, **initializers}
@@ -262,7 +261,7 @@ class GPT(nn.Module):
         )
 
     def init_caches(self, batch: int, capacity: int | None = None) -> tuple[Any, ...]:
-        """One empty cache per layer, a `KVCache` of attention, for `capacity` positions (the context when None).
+        """One empty cache per layer, a `KVCache` for attention, for `capacity` positions (the context when None).
 
         >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
         >>> params = model.init(jax.random.key(0), jnp.zeros((1, 6), jnp.int32))
@@ -272,5 +271,5 @@ class GPT(nn.Module):
         (1, 1, 10)
         """
         config, sizes = self.config, (batch, self.config.width, capacity or self.config.context)
-        # A fresh cache for each layer: a buffer that is donated must not appear twice.
+        # A fresh cache for each layer, because a donated buffer must not appear twice.
         return tuple(config.layer(n).make(config).init_cache(*sizes) for n in range(config.num_layers))

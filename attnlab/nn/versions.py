@@ -1,8 +1,8 @@
 """Versions of user code: a sha256 of what JAX traces of a model or an optimizer, and numbers that it computes.
 
-Text cannot tell what code computes: globals, closures and attributes count, memos and comments do not. So a version is
-of jaxprs, in which attnlab's operators are their specifications, whatever `impl` and the platform. JAX traces the same
-code otherwise in another of its versions: then numbers decide, which are saved beside the trace.
+Text does not show what code computes: globals, closures and attributes count, memos and comments do not. So a version
+is a digest of jaxprs, in which attnlab's operators are their specifications, whatever `impl` and the platform. Another
+version of JAX may trace the same code differently. Then the numbers saved beside the trace decide.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from attnlab.ops.jaxprs import Digest
 from attnlab.support import provenance
 from attnlab.support.errors import UserError
 
-BATCH, FEW, FURTHER = 2, 16, 4  # sequences; tokens that numbers are of; the longest sequences, over the context
+BATCH, FEW, FURTHER = 2, 16, 4  # sequences; tokens for the numbers; length of the longest sequences / context
 _NEEDED = ("init", "forward", "gradient", "update")  # programs that all code has
-TOLERANCES = {"float32": 1e-3, "bfloat16": 3e-2}  # of numbers, over their array's size; thousands of roundings, and 8
+TOLERANCES = {"float32": 1e-3, "bfloat16": 3e-2}  # relative to the array's size; thousands of roundings, and 8
 _TAKEN: contextvars.ContextVar[dict | None] = contextvars.ContextVar("traces", default=None)
-_USERS = jax.make_user_context(None)  # a value of its own for each trace: a jitted function of a user is traced anew
+_USERS = jax.make_user_context(None)  # new in each trace, so that a user's jitted functions are traced again
 
 
 @contextlib.contextmanager
 def taken_once() -> Iterator[None]:
-    """Context, or decorator, in which equal code is traced once: of one call, as cells of a notebook may be edited."""
+    """Context manager or decorator that traces equal code once: per call, because notebook cells may be edited."""
     token = _TAKEN.set({} if _TAKEN.get() is None else _TAKEN.get())
     try:
         yield
@@ -49,9 +49,9 @@ class Code(NamedTuple):
     Attributes:
       key: equal for equal code within one call.
       programs: returns what is traced: by name, a function and its arguments' shapes, or a text.
-      numbered: programs whose numbers are saved: of few tokens, and without random numbers, which differ between
-        JAX's versions.
-      tolerance: of numbers, over the size of their array.
+      numbered: returns the programs whose numbers are saved. They have few tokens and no random numbers, because random
+        numbers differ between versions of JAX.
+      tolerance: tolerance of numbers, relative to the size of their array.
     """
 
     key: Any
@@ -60,21 +60,21 @@ class Code(NamedTuple):
     tolerance: float = TOLERANCES["float32"]
 
     def trace(self) -> str:
-        """The sha256 of what it computes."""
+        """The sha256 of what the code computes."""
         return self._once("trace", self._trace)
 
     def record(self) -> dict[str, Any]:
-        """The part of `config.json`: the trace, numbers, the libraries, and objects that count by their source.
+        """The entry in `config.json`: the trace, numbers, libraries, and objects that count by their source.
 
         Raises:
-          UserError: another trace differs.
+          UserError: a second trace differs.
         """
         return self._once("record", self._record)
 
     def change(self, saved: Mapping[str, Any]) -> str:
-        """How it differs from the code of a record; "" for the same.
+        """How the code differs from the code of a record; "" if it is the same.
 
-        The trace decides; where a library has another version since then, the numbers, and a warning says so.
+        The trace decides. If a library's version has changed since then, the numbers decide, and a warning says so.
         """
         if self.trace() == saved["trace"]:
             return ""
@@ -88,10 +88,10 @@ class Code(NamedTuple):
         return difference or "its operations, initial values or dropout, not its numbers"
 
     def _once(self, what: str, take: Callable):
-        """The result of a function, which is called once within `taken_once`."""
+        """The result of `take`, which is called once within `taken_once`."""
         taken = {} if _TAKEN.get() is None else _TAKEN.get()
         if (what, self.key) not in taken:
-            taken[what, self.key] = take(), self  # whose objects keep their ids
+            taken[what, self.key] = take(), self  # keeps self alive, so that its objects' ids stay unique
         return taken[what, self.key][0]
 
     def _trace(self) -> str:
@@ -109,14 +109,13 @@ class Code(NamedTuple):
         return found | ({"by_source": sorted(digest.by_source)} if digest.by_source else {})
 
     def _add_to(self, digest: Digest) -> dict[str, str]:
-        """Trace all programs; of those that the code cannot do, as decoding, the kind of the error counts, and is
-        returned."""
+        """Trace all programs. If one cannot run, such as decoding, the type of its error counts; return the errors."""
         failed = {}
 
         def tried(name, call, *args):
             try:
                 return call(*args)
-            except Exception as error:  # whatever a user's code raises
+            except Exception as error:  # user code may raise anything
                 digest.write(type(error).__name__)
                 failed[name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
@@ -133,7 +132,7 @@ class Code(NamedTuple):
         with _undisturbed(), jax.default_matmul_precision("highest"), contextlib.suppress(Exception):  # as in a trace
             for name, (function, *shapes) in self.numbered().items():
                 rng = np.random.default_rng(0)
-                with contextlib.suppress(Exception):  # of a model that cannot do it
+                with contextlib.suppress(Exception):  # the model may not support the program
                     results = jax.jit(function)(*jax.tree.map(functools.partial(_drawn, rng), shapes))
                     numbers = [_numbers_of(rng, np.asarray(x, np.float64)) for x in jax.tree.leaves(results)]
                     found[name] = numbers if np.isfinite(numbers).all() else []
@@ -145,7 +144,7 @@ def of_model(model: ModelConfig | nn.Module, context: int, packed: bool = False)
 
     Args:
       context: tokens of a sequence.
-      packed: whether a sequence is several documents.
+      packed: whether a sequence holds several documents.
     """
 
     def numbered():
@@ -164,13 +163,13 @@ def _module(model: ModelConfig | nn.Module, **fields) -> nn.Module:
     """The module that is traced for a model."""
     if not isinstance(model, ModelConfig):
         return model
-    depth = min(model.num_layers, len(model.layers) + 1)  # a layer more, which takes the first one's values
+    depth = min(model.num_layers, len(model.layers) + 1)  # one more layer, which uses the first layer's values
     fields |= {"num_layers": depth, "vocab_size": 256, "padded_vocab_size": None, "remat": "none"}
     return GPT(model.replace(**fields))
 
 
 def of_optimizer(optimizer: optax.GradientTransformation, params) -> Code:
-    """The code of an optimizer, for parameters of some shapes; it has no numbers."""
+    """The code of an optimizer, for parameters of these shapes; it has no numbers."""
 
     def programs():
         state = jax.eval_shape(optimizer.init, params)
@@ -195,7 +194,7 @@ def _programs(model: nn.Module, length: int, packed: bool = False) -> dict[str, 
         return logits, pull(weights.astype(logits.dtype))
 
     def step(variables, tokens):
-        """The last token, after all others."""
+        """Decode the last token after all others."""
         logits, caches = forward(variables, tokens[:, :-1], caches=model.init_caches(BATCH, length))
         return logits, forward(variables, tokens[:, -1:], caches=caches)[0]
 
@@ -218,7 +217,7 @@ def _programs(model: nn.Module, length: int, packed: bool = False) -> dict[str, 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Context in which a trace depends on the code alone."""
+    """Context manager in which a trace depends only on the code."""
     with contextlib.ExitStack() as contexts:
         mesh = jax.sharding.AbstractMesh((), ())
         for each in (
@@ -234,7 +233,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _known(value):
-    """A value, or its identity where it has no hash."""
+    """A value, or its id if it has no hash."""
     try:
         hash(value)
     except TypeError:
@@ -243,14 +242,14 @@ def _known(value):
 
 
 def _drawn(rng: np.random.Generator, shape: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Values for a shape: small numbers, or tokens 0 and 1."""
+    """Draw values for a shape: small numbers, or tokens 0 and 1."""
     if jnp.issubdtype(shape.dtype, jnp.integer):
         return rng.integers(0, 2, shape.shape).astype(shape.dtype)
     return (0.1 * rng.normal(size=shape.shape)).astype(shape.dtype)
 
 
 def _numbers_of(rng: np.random.Generator, x: np.ndarray) -> list[float]:
-    """The root mean square of an array, and a random sum of such a size."""
+    """The root mean square of an array, and a randomly weighted sum of similar size."""
     x = x.ravel() / max(1, x.size) ** 0.5
     return [float(f"{number:.7g}") for number in (np.linalg.norm(x), rng.normal(size=x.size) @ x)]
 
@@ -269,6 +268,6 @@ def _difference(before: Mapping[str, list], now: Mapping[str, list], tolerance: 
 
 @functools.cache
 def _libraries() -> dict[str, str]:
-    """Versions of the libraries that trace code; of attnlab also a digest of its files, which change in a clone."""
+    """Versions of the libraries that trace code; for attnlab also a digest of its files, which change in a clone."""
     found = {name: version for name, version in provenance.versions().items() if name in ("jax", "flax", "optax")}
     return found | {"attnlab": f"{provenance.versions()['attnlab']} {provenance.sources()}"}

@@ -18,7 +18,7 @@ from attnlab.ops.platforms import PLATFORMS, is_specified, is_tf32, platform_of
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.types import Array
 
-# In the order of preference of "auto"; see `attnlab.ops.call` for what a backend is.
+# In the order in which "auto" prefers them; `attnlab.ops.call` says what a backend is.
 _BACKENDS = {
     "cudnn": cudnn,
     "mosaic": mosaic,
@@ -70,23 +70,23 @@ def attention(
       bias: added to the scores, `[Tq or 1, Tk]` or `[..., H or 1, Tq or 1, Tk]`.
       scale: 1/√D when None.
       sinks: `[H]`, one extra logit per head in the softmax's sum, with no value.
-      dropout_rate: probability of dropping a weight, in [0, 1); kept weights are scaled by 1/(1 − rate).
+      dropout_rate: probability of dropping a weight, in [0, 1); the others are scaled by 1/(1 − rate).
       dropout_key: one PRNG key, or one per example (q's batch axes).
       q_positions, kv_positions: `[Tq]` or `[..., Tq]`, and `[Tk]` or `[..., Tk]`; `arange` when None. Needed when
         Tq ≠ Tk and the mask or a score mod compares positions. Below 2³⁰ in size.
-      impl: "auto", a name from `implementations()`, or a tuple of them, of which the first that can runs.
-      block_sizes: (queries, keys) of a tile, for backends that compute by tiles.
+      impl: "auto", a name from `implementations()`, or a tuple of these: the first that can run the call does.
+      block_sizes: (queries, keys) of a tile, for backends that compute tile by tile.
       return_lse: also return the log of the softmax's sum.
 
     Returns:
       `[..., Tq, H, Dv]` in q's type; with `return_lse` also the lse `[..., Tq, H]`.
 
     Raises:
-      ValueError: axes that do not match, missing positions or dropout key, an unknown `impl`, an `impl` that cannot
-        honour an argument.
-      TypeError: an unknown argument; for `is_causal` and the like it names ours.
-      UserWarning, a warning: fewer tokens than heads, up to 64, as if q, k and v were `[..., H, T, D]`, with one number
-        of each, and no mask, bias, sinks or positions whose shape tells.
+      ValueError: axes that do not match, missing positions or dropout key, an unknown `impl`, or an `impl` that
+        cannot honour an argument.
+      TypeError: an unknown argument; for `is_causal` and the like, the message names the argument to use.
+      UserWarning, a warning: q, k and v seem to be `[..., H, T, D]`, because they have fewer tokens (at most 64) than
+        heads, the same numbers in all three, and no mask, bias, sinks or positions have a shape that settles it.
 
     >>> q = k = v = jnp.ones((2, 5, 4, 8))  # batch 2, length 5, 4 heads of 8
     >>> attention(q, k, v, mask=Causal()).shape
@@ -105,12 +105,12 @@ def attention(
     if not return_lse:
         return out
     maximum, log_sum = log_sums
-    # The max is a constant: the lse and log_sum have one gradient.
+    # The max is a constant, so lse and log_sum have the same gradient.
     return out, jax.lax.stop_gradient(maximum) + log_sum
 
 
 def _planned(q, k, v, *rest, platform=None):
-    """(The call, its split over devices, the layout of that, an `Explanation`) of the arguments of `attention`."""
+    """Return (call, split over devices, layout of the split, `Explanation`) for the arguments of `attention`."""
     *terms, impl, block_sizes, return_lse = rest
     q, k, v = checks.queries_keys_values(q, k, v)
     split = context.current(q, k)
@@ -135,7 +135,7 @@ def attention_weights(
 ) -> Float[Array, "*B H Rq Tk"]:
     """The softmax weights of `attention`, before dropout.
 
-    Takes arguments and raises errors like `attention`; `rows` `[Rq]` selects query indices, all of them when None.
+    Arguments and errors are as in `attention`; `rows` `[Rq]` are the indices of the queries, None for all.
 
     Returns:
       `[..., H, Tq, Tk]`, or `[..., H, Rq, Tk]`. A row sums to 1, to less with sinks, to 0 if it is fully masked.
@@ -157,10 +157,10 @@ def attention_weights(
 def merge(
     parts: Sequence[tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]],
 ) -> tuple[Float[Array, "*B Tq H Dv"], Float[Array, "*B Tq H"]]:
-    """Joins attention over disjoint sets of keys into attention over all of them.
+    """Join attention over disjoint sets of keys into attention over all of them.
 
     From (o_p, lse_p) of each part p: lse = log Σ_p e^lse_p, o = Σ_p e^(lse_p − lse) o_p (Milakov and Gimelshein 2018,
-    section 3.1). Give sinks to one part only, or they are counted more than once. A float32 lse of size s has an error
+    section 3.1). Give sinks to one part only; otherwise they count more than once. A float32 lse of size s has an error
     of s·2^-24, which the parts' shares inherit: where a bias shifts whole rows by −1e9, use one call over all keys.
 
     Args:
@@ -199,11 +199,11 @@ def explain(q, k, v, *terms, platform: str | None = None, operator=None, **named
     Takes the arguments of `attention` and raises its errors. Computes nothing; works under `jit`.
 
     Args:
-      operator: `attnlab.linear_recurrence` to explain a call of it: the others are then its arguments.
+      operator: `attnlab.linear_recurrence` to explain that operator; the other arguments are then its arguments.
       platform: "cpu", "gpu" or "tpu"; the platform that the call is compiled for when None.
 
     Returns:
-      (backend, rejected): a name, and a dict from the other names to reasons; prints as one line each.
+      (backend, rejected): a name, and a dict from the other names to reasons; printing it shows one line for each.
 
     >>> q = k = v = jnp.ones((5, 4, 8))
     >>> print(explain(q, k, v, mask=Causal()))
@@ -271,24 +271,24 @@ def has_lse(backend) -> bool:
 
 
 def _untried(backend, call: AttentionCall) -> str | None:
-    """The reason why a backend runs a call only when `impl` names it."""
+    """The reason why a backend runs a call only when `impl` names it, or None."""
     return backend.untried(call) if hasattr(backend, "untried") else None
 
 
 def _context_against(name, split) -> str | None:
-    """The reason why a backend cannot compute the shards of a call."""
+    """The reason why a backend cannot compute the shards of a call, or None."""
     if split is not None and (name in ("decode", "mosaic") or not has_lse(_BACKENDS[name])):
         return "within context_parallel it cannot compute a part of a call"
     return None
 
 
 def _platform_against(name, names, call: AttentionCall, platform) -> str | None:
-    """The reason why a backend cannot run on the platform; where none is known, an explicit `impl` decides."""
+    """The reason against a backend on the platform, or None; if the platform is unknown, an explicit `impl` decides."""
     needs, found = getattr(_BACKENDS[name], "PLATFORM", None), platform or platform_of(call.q, call.k, call.v)
     if needs in (None, found) or getattr(_BACKENDS[name], "is_interpreted", lambda: False)():
         return None
     is_unknown = platform is None and found == jax.default_backend() and isinstance(call.q, jax.core.Tracer)
-    if is_unknown and names == (name,):  # of several, the first that surely can
+    if is_unknown and names == (name,):  # of several names, the first that surely can run is chosen
         return None
     return f"it needs a {needs}, and this is a {found}"
 
@@ -301,7 +301,7 @@ def is_small(q_length: int, kv_length: int) -> bool:
 def make_call(
     q, k, v, mask, score_mod, bias, scale, sinks, dropout_rate, dropout_key, q_positions, kv_positions, split=None
 ) -> AttentionCall:
-    """The call of arrays that `checks.queries_keys_values` has checked, with all arguments checked."""
+    """Build a call from q, k and v that `checks.queries_keys_values` has checked; check all other arguments."""
     batch, q_length, num_heads, kv_length = q.shape[:-3], *q.shape[-3:-1], k.shape[-3]
     shape = (batch, num_heads, q_length, kv_length)
     # Within a user's `shard_map`, masks and score mods belong to the whole call.

@@ -1,13 +1,13 @@
-"""A call of the attention operator, checked, as backends take it.
+"""A checked call of the attention operator, as backends take it.
 
-A backend is a module with two functions: `attend(call)` returns (out, (max, log_sum)), and `reason_against(call)` the
-reason why it cannot compute a call, or None. Max and log_sum are separate, because a float32 lse, their sum, would lose
-the log_sum where a row is shifted by a large number. A module may also have
+A backend is a module with two functions: `attend(call)` returns (out, (max, log_sum)), and `reason_against(call)`
+returns the reason why the backend cannot compute the call, or None. Max and log_sum are separate because their float32
+sum, the lse, would lose log_sum where a row is shifted by a large number. A module may also have
 
-- `PLATFORM`: the platform that it needs, "cpu", "gpu" or "tpu";
+- `PLATFORM`: the platform that the backend needs, "cpu", "gpu" or "tpu";
 - `HAS_LSE = False`: `attend` returns (out, None), because its lse has no gradient;
-- `untried(call)`: the reason why a backend runs a call only when `impl` names it, or None. Code that has not run on the
-  hardware that it is for is not chosen by "auto".
+- `untried(call)`: the reason why a backend runs a call only when `impl` names it, or None. "auto" does not choose
+  code that has never run on its target hardware.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class AttentionCall(Node):
     Attributes:
       score_mods: a tuple, in the order of application.
       dropout_keys: a key, or its words, for each example `[..., ]`.
-      shard: the part of a call that this is, where one is split over devices.
+      shard: which part of a call this is, if the call is split over devices.
 
     >>> AttentionCall(jnp.ones((2, 5, 4, 8)), *2 * [jnp.ones((2, 7, 4, 8))], scale=0.5).lengths
     (5, 7)
@@ -61,17 +61,17 @@ class AttentionCall(Node):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """(Tq, Tk)."""
+        """The lengths (Tq, Tk)."""
         return self.q.shape[-3], self.k.shape[-3]
 
     @property
     def num_heads(self) -> int:
-        """H."""
+        """The number of query heads, H."""
         return self.q.shape[-2]
 
     def replace(self, **changes) -> "AttentionCall":
-        """A copy with other values, a tree of the same structure if the same fields are None."""
-        made = object.__new__(AttentionCall)  # not through __init__, as a tree of specs or gradients is a call, too
+        """Return a copy with other values; its tree structure is the same if the same fields are None."""
+        made = object.__new__(AttentionCall)  # not through __init__: a call may also hold specs or gradients
         vars(made).update(vars(self) | changes)
         if "_static_names" in vars(self):
             names = vars(self)["_static_names"]

@@ -15,7 +15,7 @@ POSITION_LIMIT = 2**30  # so that the difference of two positions fits int32
 
 ORDER = "q, k and v are [..., length, heads, features]"
 
-# What to do about arguments of other libraries, and of older versions.
+# Remedies for arguments of other libraries and of older versions.
 _REMEDIES = {
     "is_causal": "use mask=masks.Causal()",
     "causal": "use mask=masks.Causal()",
@@ -42,7 +42,7 @@ def known_keywords(function):
 
 
 def require_known_keywords(function: str, given, known) -> None:
-    """Raises TypeError for a name in `given` that is not in `known`, the function's arguments."""
+    """Raise TypeError for a name in `given` that is not in `known`, the function's arguments."""
     for name in given:
         if name not in known:
             remedy = _REMEDIES.get(name, f"expected one of {', '.join(known)}")
@@ -50,7 +50,7 @@ def require_known_keywords(function: str, given, known) -> None:
 
 
 def queries_keys_values(q, k, v) -> tuple:
-    """q `[..., Tq, H, D]`, k `[..., Tk, Hk, D]` and v `[..., Tk, Hk, Dv]` as floating arrays."""
+    """Check q `[..., Tq, H, D]`, k `[..., Tk, Hk, D]` and v `[..., Tk, Hk, Dv]`; return them as floating arrays."""
     q, k, v = (floating(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if jnp.ndim(x) < 3:
@@ -75,14 +75,14 @@ def queries_keys_values(q, k, v) -> tuple:
 
 
 def floating(name: str, x):
-    """An array of a floating type, or None; float64 becomes float32 where JAX has no 64-bit types."""
+    """An array of a floating type, or None; float64 becomes float32 unless JAX has 64-bit types enabled."""
     if x is None:
         return None
     x = x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         remedy = "use mask= for which keys are visible" if x.dtype == bool else "use .astype(jnp.float32)"
         raise ValueError(f"{name} has type {x.dtype}, expected a floating type: {remedy}")
-    # JAX warns at every operation on a float64 NumPy array, where it does not compute in float64.
+    # Without 64-bit types, JAX warns at every operation on a float64 NumPy array.
     return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False) if isinstance(x, np.ndarray) else x
 
 
@@ -107,7 +107,7 @@ def integers(name: str, x, limit: int = INT32_MAX, remedy: str = "use smaller on
 
 
 def is_cut(dtype) -> bool:
-    """Whether JAX would keep only the low bits of integers of a type."""
+    """Whether JAX would keep only the low bits of integers of this type."""
     return jnp.issubdtype(dtype, jnp.integer) and jax.dtypes.canonicalize_dtype(dtype) != dtype
 
 
@@ -132,11 +132,11 @@ def lengths(name: str, x, batch: tuple[int, ...], length: int):
 
 
 def warn_of_swapped_axes(q, k, v, *terms) -> None:
-    """Warn the caller of an operator of fewer tokens than heads, unless an array in `terms` tells which are which."""
+    """Warn the operator's caller of fewer tokens than heads, unless the shape of an array in `terms` settles it."""
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(("attnlab.ops.", "jax", "beartype")):
         frame, level = frame.f_back, level + 1
-    is_ours = frame.f_globals.get("__name__", "").startswith("attnlab.")  # modules, which lay out the axes themselves
+    is_ours = frame.f_globals.get("__name__", "").startswith("attnlab.")  # our modules lay out the axes themselves
     length, heads = q.shape[-3:-1]
     fits = 1 < length < heads and length <= 64 and k.shape[-3:-1] == v.shape[-3:-1] == (length, heads)
     if is_ours or not fits or any(jnp.shape(x) not in ((), q.shape[:-3]) for x in jax.tree.leaves(terms)):
@@ -187,7 +187,7 @@ def sinks(x, num_heads: int):
 
 
 def dropout_rate(rate, key) -> float:
-    """A dropout rate in [0, 1), with a key unless it is 0."""
+    """A dropout rate in [0, 1); above 0 it needs a key."""
     if isinstance(rate, jax.core.Tracer):
         raise ValueError("dropout_rate is traced: expected a Python number, e.g. a static argument of jit")
     rate = float(rate)

@@ -1,7 +1,7 @@
-"""FLOPs of a traced program: of its products and convolutions, with a call of an operator of attnlab as one node.
+"""FLOPs of the products and convolutions of a traced program, where a call of an attnlab operator is one node.
 
-How an operator computes depends on its backend, and the bounds of its loops on data. So the operations within a call
-are in a scope, and are not counted; its result has a marker, which says what the call takes and costs nothing.
+How an operator computes depends on its backend, and its loop bounds depend on data. So operations within a call are in
+a scope and are not counted; a marker on the call's result, which costs nothing, holds the FLOPs of the call.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from attnlab.ops.tiles import whole
 from attnlab.types import Array
 
 _SCOPE = "attnlab_operator"
-_ROWS = 1024  # of a mask that are counted at most
+_ROWS = 1024  # at most this many rows of a mask are counted
 
 
 class _Marker(str):
@@ -30,27 +30,27 @@ class _Marker(str):
 
 
 def scope() -> contextlib.AbstractContextManager:
-    """Within, operations are not counted one by one."""
+    """Context in which operations are not counted one by one."""
     return jax.named_scope(_SCOPE)
 
 
 def marked(out: Array, per_element: Callable[[], float]) -> Array:
-    """The result of a call, each element of which takes `per_element()` FLOPs; computed when they are counted."""
+    """Mark a call's result: each element takes `per_element()` FLOPs, which is evaluated only when they are counted."""
     marker = _Marker("operations")
     marker.per_element = per_element
     return checkpoint_name(out, marker)
 
 
 def of_attention(out: Array, call) -> Array:
-    """The result of a call of attention: q·k and p·v for each visible key."""
+    """Mark the result of an attention call with its FLOPs: q·k and p·v for each visible key."""
     (q_length, kv_length), features, values = call.lengths, call.q.shape[-1], call.v.shape[-1]
-    # What a mask's function closes over becomes an array, as it is gone when operations are counted.
+    # Tracers that a mask's function closes over become leaves, because they are gone when operations are counted.
     mask = None if call.mask is None else _without_arrays(call.mask.for_tiles(q_length, kv_length))
     return marked(out, lambda: 2 * (features + values) / values * _keys_of_queries(mask, q_length, kv_length))
 
 
 def _keys_of_queries(mask: Mask | None, q_length: int, kv_length: int) -> float:
-    """How many keys a query may attend to, on average, where queries are the last positions of the keys."""
+    """Average number of keys that a query may attend to, where queries are at the last positions of the keys."""
     if mask is None:
         return float(kv_length)
     stride = -(-q_length // _ROWS)
@@ -60,7 +60,7 @@ def _keys_of_queries(mask: Mask | None, q_length: int, kv_length: int) -> float:
 
 
 def _without_arrays(mask: Mask | None) -> Mask | None:
-    """The mask without its parts that depend on arrays, as segments and lengths, by which any key may be visible."""
+    """The mask without parts that depend on arrays, such as segments and lengths, which may make any key visible."""
     if isinstance(mask, And):
         a, b = _without_arrays(mask.a), _without_arrays(mask.b)
         return b if a is None else a if b is None else a & b
@@ -68,10 +68,10 @@ def _without_arrays(mask: Mask | None) -> Mask | None:
 
 
 def operations(function: Callable, *args) -> float:
-    """FLOPs of a function of some arrays or shapes; nothing is computed.
+    """Count the FLOPs of a function of arrays or shapes, without computing it.
 
-    A `while` loop counts as one turn, with a warning, because its turns may depend on data; of the branches of a
-    condition the largest counts. Elementwise operations, sums and lookups do not count.
+    A `while` loop counts as one iteration, with a warning, because their count may depend on data. Of the branches of
+    a condition, the most expensive counts. Elementwise operations, sums and lookups do not count.
 
     >>> operations(lambda x: x @ x, jnp.ones((2, 2)))
     16.0
@@ -90,7 +90,7 @@ def _of_equation(equation) -> int | float:
         return size * params["name"].per_element() if size else 0
     if _SCOPE in str(equation.source_info.name_stack):
         return 0
-    if name in ("dot_general", "matrix_product"):  # the second is `attnlab.ops.cpu.products`
+    if name in ("dot_general", "matrix_product"):  # the second is from `attnlab.ops.cpu.products`
         contracted = params["axes"][:1] if "axes" in params else params["dimension_numbers"][0][0]
         return 2 * equation.outvars[0].aval.size * math.prod(equation.invars[0].aval.shape[x] for x in contracted)
     if name == "conv_general_dilated":

@@ -1,6 +1,6 @@
 """Cross-entropy under a large vocabulary, in few passes over the logits and without all of them in memory.
 
-For features x_t, embedding rows e_v and targets y_t, with logits s_tv = x_t·e_v of the features' type,
+For features x_t, embedding rows e_v and targets y_t, with logits s_tv = x_t·e_v in the features' type,
 
     m_t = max_v s_tv    l_t = log Σ_v e^(s_tv − m_t)    loss_t = l_t − (s_(t, y_t) − m_t)
 
@@ -8,14 +8,14 @@ and, with g_t the gradient of loss_t,
 
     p_tv = e^(s_tv − m_t − l_t)    ds_tv = g_t (p_tv − [v = y_t])    dx_t = Σ_v ds_tv e_v    de_v = Σ_t ds_tv x_t
 
-The max and the log of the sum stay separate: where all logits share a large offset, their float32 sum rounds l_t.
+The max and the log of the sum stay separate: where all logits share a large offset, m_t + l_t in float32 rounds l_t.
 
-Logits of one chunk are kept for the backward pass. Of several, one chunk at a time has its logits in memory, and the
-backward pass computes them again from x, e, m and l (Wijmans et al. 2024, arXiv 2411.09009).
+The logits of a single chunk are stored for the backward pass. With several chunks, only one chunk's logits are in
+memory at a time, and the backward pass recomputes them from x, e, m and l (Wijmans et al. 2024, arXiv 2411.09009).
 
-Logits of bfloat16 features are rounded to bfloat16: half the bytes, which bound the speed. The operands' roundings move
-them as much. In a GPT of 4 layers, after 1,000 steps with a vocabulary size of 1,024, loss and gradient differ from
-float32's by 1.7e-4 nats and 0.81 %; with float32 logits of the same features by 1.5e-4 nats and 0.77 %.
+Logits of bfloat16 features are rounded to bfloat16, which halves the bytes that bound the speed. Rounding the operands
+changes the logits as much. In a GPT of 4 layers, after 1,000 steps with a vocabulary size of 1,024, loss and gradient
+differ from float32's by 1.7e-4 nats and 0.81 %; with float32 logits of the same features, by 1.5e-4 nats and 0.77 %.
 """
 
 import functools
@@ -34,7 +34,7 @@ from attnlab.ops.meshes import equally_varying, on_auto_axes, varying_like
 from attnlab.types import Array, DType
 
 MAX_LOGITS = 2**28  # 1 GiB in float32
-MAX_NARROW_LOGITS = 2**30  # 2 GiB in bfloat16: all of GPT-2's for 16 sequences of 1,024
+MAX_NARROW_LOGITS = 2**30  # 2 GiB in bfloat16: all GPT-2 logits for 16 sequences of 1,024
 
 
 def cross_entropy(
@@ -46,11 +46,11 @@ def cross_entropy(
     chunk: int | None = None,
     cap: float | None = None,
 ) -> Float[Array, "*B T"]:
-    """Cross-entropy in nats of each target `[..., T]` under softmax(features·embeddingᵀ), in reverse mode only.
+    """Cross-entropy in nats of each target `[..., T]` under softmax(features·embeddingᵀ); reverse mode only.
 
-    Products are of the features' type and accumulated in float32 (float64 for float64). Rows of the embedding from
-    `vocab_size` on are padding. `chunk` None means `chunk_size` of the batch axes; under `jit` over a mesh these span
-    all devices, so pass `chunk_size` of one device. `cap` limits logits to cap·tanh(logits/cap) (Gemma Team 2024).
+    Products are in the features' type and accumulated in float32 (float64 for float64). Rows of the embedding from
+    `vocab_size` on are padding. `chunk` None means `chunk_size` for the batch axes; under `jit` over a mesh these span
+    all devices, so pass `chunk_size` for one device. `cap` limits logits to cap·tanh(logits/cap) (Gemma Team 2024).
     """
     features, embedding = checks.floating("features", features), checks.floating("embedding", embedding)
     _check_shapes(features, embedding, targets)
@@ -76,7 +76,7 @@ class _Head(NamedTuple):
 
 
 def chunk_size(rows: int, length: int, vocab_size: int, dtype: DType = jnp.float32) -> int:
-    """Positions per chunk: all, or the largest power of two with at most 2²⁸ logits per device, 2³⁰ of 16 bits."""
+    """Positions per chunk: all, or the largest power of two with at most 2²⁸ logits per device (2³⁰ of 16 bits)."""
     budget = MAX_LOGITS if jnp.finfo(dtype).bits >= 32 else MAX_NARROW_LOGITS
     most = max(1, budget // max(1, rows * vocab_size))
     return min(max(1, length), 2 ** (most.bit_length() - 1))
@@ -109,7 +109,7 @@ def _checked_targets(targets, vocab_size):
 
 @on_auto_axes(lambda spec: (P(*spec[:-1]),))
 def _on_mesh(features, embedding, targets, *, head, chunk):
-    # Within `shard_map` an embedding that all devices share becomes one that varies; the transpose of that sums its
+    # Within `shard_map`, an embedding that all devices share is marked as varying; the transpose of that sums its
     # gradient over the devices.
     operands = equally_varying(tuple(jnp.asarray(x) for x in (features, embedding, targets)))
     return (_cross_entropy(*operands, head, chunk),)
@@ -121,7 +121,7 @@ def _cross_entropy(features, embedding, targets, head, chunk):
 
 
 def _forward(features, embedding, targets, head, chunk):
-    """(loss `[..., T]`, residuals)."""
+    """Return (loss `[..., T]`, residuals)."""
     operand, length = _as_operand(embedding, features.dtype, head.vocab_size), targets.shape[-1]
     if length <= chunk:
         logits = _logits(features, operand)
@@ -158,7 +158,7 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 def _as_operand(embedding, dtype, vocab_size):
-    """The embedding in the type of the products, its padding zeroed, because 0·NaN is NaN."""
+    """The embedding in the type of the products, with zeros for padding, because 0·NaN is NaN."""
     embedding = embedding.astype(dtype)
     if vocab_size == embedding.shape[0]:
         return embedding
@@ -172,13 +172,13 @@ def _logits(x, embedding):
 
 
 def capped(logits: Float[Array, "*B V"], cap: float | None) -> Float[Array, "*B V"]:
-    """cap·tanh(logits/cap) in float32 (float64 for float64); the logits where there is no cap."""
+    """cap·tanh(logits/cap) in float32 (float64 for float64); without a cap, the logits."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def without_padding(logits: Float[Array, "*B V"], vocab_size: int) -> Float[Array, "*B V"]:
-    """The logits, −∞ from `vocab_size` on; of the same shape, so that their layout over devices stays."""
+    """The logits, with −∞ from `vocab_size` on; they keep their shape, and so their layout over devices."""
     if vocab_size == logits.shape[-1]:
         return logits
     return jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
@@ -189,13 +189,13 @@ def loss_of_logits(
 ) -> Float[Array, "*B"]:
     """Cross-entropy in nats of each target under softmax(logits); NaN for a target outside the vocabulary.
 
-    A number added to all logits of a row changes it only as far as it rounds them. Derivatives of any order.
+    Adding a number to all logits of a row changes the loss only by rounding them. Derivatives of any order exist.
     """
     return _loss_and_log_sums(capped(logits, None), targets, logits.shape[-1] if vocab_size is None else vocab_size)[0]
 
 
 def _losses(logits, targets, head):
-    """(loss, (max, log_sum)) of some positions."""
+    """Return (loss, (max, log_sum)) of some positions."""
     return _loss_and_log_sums(capped(logits, head.cap), targets, head.vocab_size)
 
 
@@ -210,12 +210,12 @@ def _loss_and_log_sums(logits, targets, vocab_size):
 
 
 def _gradients(x, embedding, logits, targets, log_sums, g, head):
-    """dx in x's type, and the gradient of the embedding in float32 (float64 for float64)."""
+    """Return dx in x's type, and the gradient of the embedding in float32 (float64 for float64)."""
     logits, (largest, log_sum) = capped(logits, head.cap), log_sums
     p = jnp.exp(without_padding(logits, head.vocab_size) - largest[..., None] - log_sum[..., None])
     is_target = jnp.arange(embedding.shape[0]) == targets[..., None]
     slope = 1 if head.cap is None else 1 - (logits / head.cap) ** 2
-    # Products of a narrow type are faster on devices that have them.
+    # Products in a narrow type are faster on devices that support it.
     d_logits = (g[..., None] * (p - is_target) * slope).astype(x.dtype)
     dx = jnp.einsum("...tv,vf->...tf", d_logits, embedding, preferred_element_type=log_sum.dtype).astype(x.dtype)
     positions = tuple(range(targets.ndim))

@@ -19,7 +19,7 @@ from attnlab.ops.platforms import is_hopper
 from attnlab.types import Array
 
 PLATFORM = "gpu"
-HAS_LSE = False  # JAX drops the gradient of its lse, and rounds it to q's type
+HAS_LSE = False  # JAX drops the gradient of its lse and rounds the lse to q's type
 
 
 def reason_against(call: AttentionCall) -> str | None:
@@ -45,7 +45,7 @@ def reason_against(call: AttentionCall) -> str | None:
         "of masks it supports Causal, with or without Padding or a SlidingWindow to the left": band is None
         or bool(band.segments)
         or (band.right, band.left is None) not in ((None, True), (0, True), (0, False)),
-        # The gradients of windows that are fully masked by the padding are not known to be right.
+        # Gradients are unverified where padding fully masks a window.
         "it supports no SlidingWindow with Padding": has_window and bool(paddings),
         f"with Padding, lengths {call.lengths} must be even": bool(paddings) and any(n % 2 for n in call.lengths),
         "an axis has length 0": 0 in (*q.shape, *k.shape),
@@ -62,12 +62,12 @@ def untried(call: AttentionCall) -> str | None:
 
 
 def _is_there() -> bool:
-    """Whether the GPU runs CUDA: AMD's platform is also "gpu", and without a GPU nothing tells."""
+    """Whether the GPU runs CUDA (AMD's platform is also "gpu"); True without a GPU, where it cannot be known."""
     return jax.default_backend() != "gpu" or "cuda" in get_backend().platform_version
 
 
 def _split(mask):
-    """The band of a mask without its Paddings, and their lengths."""
+    """Return the band of a mask without its Paddings, and the lengths of the Paddings."""
     terms = _terms(mask)
     others = [term for term in terms if not isinstance(term, Padding)]
     lengths = [term.lengths for term in terms if isinstance(term, Padding)]
@@ -79,7 +79,7 @@ def _terms(mask) -> list:
 
 
 def attend(call: AttentionCall) -> tuple[Array, None]:
-    """(out, None)."""
+    """Return (out, None)."""
     (band, paddings), scale, lengths = _split(call.mask), call.scale, None
     if paddings:
         paddings = [checks.clipped_to_int32(jnp.asarray(lengths)) for lengths in paddings]
@@ -106,7 +106,7 @@ def attend(call: AttentionCall) -> tuple[Array, None]:
 def _padded(q, k, v, lengths):
     """k and v with zeros for padding, and the lengths `[..., 1]` as arguments of `jax.nn.dot_product_attention`."""
     is_padding = jnp.arange(k.shape[-3])[:, None, None] >= lengths[..., None, None]
-    # cuDNN before 9.25 returns NaN for no keys. One key of zeros has their result, 0, and no gradient.
+    # cuDNN before 9.25 returns NaN for no keys. One key of zeros gives the expected result, 0, and no gradient.
     kv_lengths = jnp.maximum(lengths, 1).reshape(-1)
     named = {"query_seq_lengths": jnp.full_like(kv_lengths, q.shape[-3]), "key_value_seq_lengths": kv_lengths}
     return inert(k, is_padding), inert(v, is_padding), {name: _mapped_like(q, x) for name, x in named.items()}

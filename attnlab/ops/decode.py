@@ -1,9 +1,9 @@
 """Attention of few queries to many keys, for a decoding step on CPUs, without a copy of the cache.
 
-Products head by head first transpose the keys, which copies them in each step. Here all heads' features of a key are
-one row, [Tk, Hk·D] as they lie in memory, and each query is a row that is zero outside its head's features. A key that
-is not finite then reaches all heads, also where it is masked. Such a step is computed again without the keys that all
-queries are masked from, so that their content does not matter to the last bit, and after that, by `dense`.
+Products head by head would first transpose the keys, which copies them in each step. Here all heads' features of a key
+are one row, [Tk, Hk·D] as in memory, and each query is a row that is zero outside its head's features. A non-finite key
+then reaches all heads, even where it is masked. If the output is not finite, the step is computed again without keys
+that are masked for all queries, so that their content does not change a single bit. If that fails, `dense` computes it.
 """
 
 import jax
@@ -17,7 +17,7 @@ from attnlab.ops.nodes import combine, partition
 from attnlab.types import Array
 
 PLATFORM = "cpu"
-_QUERIES = 16  # of an example; more are faster tile by tile
+_QUERIES = 16  # per example; more are faster tile by tile
 _ROWS = 64  # H·Tq, beyond which the zeros cost more than the copy
 
 
@@ -35,8 +35,8 @@ def reason_against(call: AttentionCall) -> str | None:
 
 @on_auto_axes(like_queries)
 def attend(call: AttentionCall) -> Result:
-    """(out in q's type, (max, log_sum)), as `dense.attend`, whose derivatives it has."""
-    is_known = jax.tree.map(lambda x: not isinstance(x, jax.Array), call)  # a mask of NumPy arrays stays so
+    """Return (out in q's type, (max, log_sum)), like `dense.attend`, which also defines the derivatives."""
+    is_known = jax.tree.map(lambda x: not isinstance(x, jax.Array), call)  # NumPy arrays of a mask stay NumPy
     known, traced = partition(call, is_known)
 
     def by_head(traced):
@@ -67,7 +67,7 @@ def _by_rows(call: AttentionCall) -> Result:
 
 
 def _without_hidden(call: AttentionCall) -> AttentionCall:
-    """The call with zeros for keys that are masked for all queries, of all heads that read them."""
+    """The call with zeros for keys and values that are masked for all queries of all heads that read them."""
     hidden = dense.hidden_keys(dense.visibility(call)[1])
     if hidden is not None and hidden.shape[-2] > 1:
         kv_heads = call.k.shape[-2]
@@ -83,13 +83,13 @@ def _scores(q: Float[Array, "*B Tq H D"], k: Float[Array, "*B Tk Hk D"], dtype) 
     rows = jnp.einsum("...qngd,nm->...ngqmd", q, jnp.eye(kv_heads, dtype=q.dtype))
     rows = rows.reshape(*batch, heads * queries, kv_heads * features)
     k = k.reshape(*batch, keys, kv_heads * features)
-    # rows·kᵀ, without the transposition of the result, takes half as long again.
+    # rows·kᵀ would need no transposition of the result, but takes half as long again.
     s = jnp.einsum("...kf,...rf->...kr", k, rows, preferred_element_type=dtype)
     return jnp.swapaxes(s, -1, -2).reshape(*batch, heads, queries, keys)
 
 
 def _sums(p: Float[Array, "*B H Tq Tk"], v: Float[Array, "*B Tk Hk Dv"], dtype) -> Float[Array, "*B Tq H Dv"]:
-    """p·v in type `dtype`; a value that is not finite makes all sums of its example and feature NaN."""
+    """p·v in type `dtype`; a non-finite value makes all sums of its example and feature NaN."""
     *batch, heads, queries, keys = p.shape
     kv_heads, features = v.shape[-2:]
     rows, v = p.reshape(*batch, heads * queries, keys), v.reshape(*batch, keys, kv_heads * features)

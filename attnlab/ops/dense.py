@@ -32,7 +32,7 @@ def reason_against(call: AttentionCall) -> str | None:
 
 @on_auto_axes(like_queries)
 def attend(call: AttentionCall) -> Result:
-    """(out in q's type, (max, log_sum))."""
+    """Return (out in q's type, (max, log_sum))."""
     tile, visible = visibility(call)
     hidden = hidden_keys(visible)
     p, log_sums = softmax(_scores(call, hidden), call, tile, visible)
@@ -56,7 +56,7 @@ def weights(call: AttentionCall, rows=None) -> Float[Array, "*B H Rq Tk"]:
 
 
 def _scores(call: AttentionCall, hidden: Bool[Array, "..."] | None) -> Float[Array, "*B H Rq Tk"]:
-    """q_i·k_j."""
+    """The products q_i·k_j."""
     q, k = call.q, inert(per_query_head(call.k, call.num_heads), hidden)
     return jnp.einsum("...qhd,...khd->...hqk", q, k, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
 
@@ -74,7 +74,7 @@ def visibility(call: AttentionCall, rows=None) -> tuple[Tile, Bool[Array, "..."]
 def softmax(
     s: Float[Array, "*B H Rq Tk"], call: AttentionCall, tile: Tile, visible: Bool[Array, "..."] | None
 ) -> tuple[Float[Array, "*B H Rq Tk"], tuple[Float[Array, "*B H Rq"], Float[Array, "*B H Rq"]]]:
-    """(weights, (max, log_sum)) from q_i·k_j."""
+    """Return (weights, (max, log_sum)) from q_i·k_j."""
     s = s * jnp.asarray(call.q.shape[-1] ** -0.5 if call.scale is None else call.scale, s.dtype)
     if call.bias is not None:
         s = s + call.bias.astype(s.dtype)
@@ -97,13 +97,13 @@ def softmax(
 
 
 def per_query_head(x: Float[Array, "*B Tk Hk D"], num_heads: int) -> Float[Array, "*B Tk H D"]:
-    """Grouped heads (Ainslie et al. 2023): head h of q reads head h // (H / Hk) of k and v."""
+    """Repeat grouped heads (Ainslie et al. 2023): head h of q reads head h // (H / Hk) of k and v."""
     group = num_heads // x.shape[-2]
     return x if group == 1 else jnp.repeat(x, group, axis=-2)
 
 
 def hidden_keys(visible: Bool[Array, "..."] | None) -> Bool[Array, "..."] | None:
-    """The keys hidden from all queries `[..., Tk, H or 1, 1]`; None when tracing shows that none is, as for Causal."""
+    """The keys hidden from all queries `[..., Tk, H or 1, 1]`; None if tracing shows there are none, as for Causal."""
     if visible is None:
         return None
     hidden = ~visible.reshape((1,) * (3 - visible.ndim) + visible.shape).any(axis=-2)
@@ -113,5 +113,5 @@ def hidden_keys(visible: Bool[Array, "..."] | None) -> Bool[Array, "..."] | None
 
 
 def inert(x: Float[Array, "*B Tk H D"], hidden: Bool[Array, "..."] | None) -> Float[Array, "*B Tk H D"]:
-    """Zeros for keys that are masked for all queries: 0·NaN is NaN, in the sum and in its derivatives."""
+    """Zero the entries of keys that are masked for all queries: 0·NaN is NaN, in the sum and in its derivatives."""
     return x if hidden is None else jnp.where(hidden, 0, x)

@@ -1,7 +1,7 @@
 """Dropout by an integer hash of an element's indices, without an array of random bits.
 
-The key of an example and an element's indices decide alone, so every backend, tile size, sharding and number of
-devices drops the same elements.
+Only an example's key and an element's indices decide, so every backend, tile size, sharding and number of devices drops
+the same elements.
 """
 
 import math
@@ -16,7 +16,7 @@ Keys = Array  # PRNG keys, new style `[...]` or raw uint32 `[..., 2]`
 
 
 def keep(keys: Keys, rate: float, *indices: Array) -> Bool[Array, "..."]:
-    """True `[*keys, *indices]` for elements that are kept; each is dropped with probability `rate`, independently."""
+    """True `[*keys, *indices]` for elements to keep; each is dropped independently with probability `rate`."""
     rank = max(jnp.ndim(index) for index in indices)
     words = key_words(keys)
     state = jnp.zeros((), jnp.uint32)
@@ -24,7 +24,7 @@ def keep(keys: Keys, rate: float, *indices: Array) -> Bool[Array, "..."]:
         state = _mix(state ^ words[..., word])
     state = state.reshape(state.shape + (1,) * rank)
     # Indices are folded in one by one, so that only the last mix runs over all elements. Mixing the index by itself
-    # first breaks its regular spacing, which would make the rows of two states shifted copies of each other.
+    # first breaks its regular spacing, which otherwise makes the rows of two states shifted copies of each other.
     for index in indices:
         state = _mix(state ^ _mix(jnp.asarray(index).astype(jnp.uint32) + jnp.uint32(0x9E3779B9)))
     return state >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
@@ -58,7 +58,7 @@ def per_example(keys: Keys, batch: tuple[int, ...]) -> Keys:
 
 
 def batch_rank(keys: Keys) -> int:
-    """The number of axes of an array of keys, without the words of raw keys."""
+    """The number of axes of an array of keys, not counting the words of raw keys."""
     return jnp.ndim(keys) if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else jnp.ndim(keys) - 1
 
 

@@ -13,7 +13,7 @@ from attnlab.types import Array, DType
 
 @dataclass(frozen=True, init=False)
 class Function:
-    """Fields of a mask or score mod that is a user function: `fn(*coordinates, *arrays)`, compared by position."""
+    """Fields of a mask or score mod that is a user function `fn(*coordinates, *arrays)`; always positional."""
 
     fn: Callable
     arrays: tuple[Array, ...]
@@ -26,7 +26,7 @@ class Function:
 
 
 def apply(fn: Callable, coordinates: tuple[Array, ...], arrays: tuple[Array, ...], kind: type) -> Array:
-    """fn(*scalars, *arrays), a scalar of `kind`, at every point; a coordinate that `fn` ignores adds no axis."""
+    """Evaluate fn(*scalars, *arrays), a scalar of `kind`, at every point; coordinates that `fn` ignores add no axis."""
     jaxpr = _traced(fn, coordinates, arrays).jaxpr
     result = jaxpr.outvars[0].aval if len(jaxpr.outvars) == 1 else None
     if result is None or result.shape != () or not jnp.issubdtype(result.dtype, kind):
@@ -38,13 +38,13 @@ def apply(fn: Callable, coordinates: tuple[Array, ...], arrays: tuple[Array, ...
     used = {id(variable) for equation in jaxpr.eqns for variable in equation.invars} | {id(jaxpr.outvars[0])}
     arrays = tuple(map(jnp.asarray, arrays))  # traced coordinates cannot index NumPy arrays
     points = [x if id(variable) in used else 0 for x, variable in zip(coordinates, jaxpr.invars)]
-    return jnp.asarray(jnp.vectorize(lambda *point: fn(*point, *arrays))(*points))  # a number if no point is used
+    return jnp.asarray(jnp.vectorize(lambda *point: fn(*point, *arrays))(*points))  # a number if no coordinate is used
 
 
 def without_closure(
     fn: Callable, coordinates: tuple[DType, ...], arrays: tuple[Array, ...]
 ) -> tuple[Callable, tuple[Array, ...]]:
-    """(fn, arrays) with closed-over tracers passed as arrays: a derivative rule must not keep them in `fn`."""
+    """Return (fn, arrays) with closed-over tracers moved to arrays: a derivative rule must not keep them in `fn`."""
     closed = _traced(fn, tuple(jax.ShapeDtypeStruct((), dtype) for dtype in coordinates), arrays)
     if not any(isinstance(value, jax.core.Tracer) for value in closed.consts):
         return fn, arrays
@@ -58,7 +58,7 @@ def without_closure(
 
 
 def _inline(equation, values) -> list | None:
-    """The results of a `jit` on the mesh in context, where JAX would use the mesh of the trace."""
+    """Evaluate a `jit` on the mesh in context, where JAX would use the trace's mesh; None for other equations."""
     is_call = equation.primitive.name in ("jit", "pjit")
     return evaluate(equation.params["jaxpr"], values, _inline) if is_call else None
 

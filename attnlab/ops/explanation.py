@@ -1,4 +1,4 @@
-"""Which of several ways to compute a call runs, and why the others do not."""
+"""The choice of a backend for a call, and the reasons against the others."""
 
 from typing import NamedTuple
 
@@ -11,8 +11,8 @@ class _BackendAndRejected(NamedTuple):
 class Explanation(_BackendAndRejected):
     """The pair (backend, rejected).
 
-    `split` tells how `context_parallel` splits the sequence, "" if it does not; `products` the type that products of
-    matrices round their operands to, where that is not the inputs'.
+    `split` describes how `context_parallel` splits the sequence, "" if it does not. `products` is the type to which
+    matrix products round their operands, "" if that is the type of the inputs.
     """
 
     split: str = ""

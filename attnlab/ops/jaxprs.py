@@ -1,4 +1,4 @@
-"""Jaxprs evaluated equation by equation, and a digest of what they compute, with the differences of JAX's versions."""
+"""Evaluate jaxprs equation by equation, digest what they compute, and hide differences between JAX versions."""
 
 import contextlib
 import dataclasses
@@ -23,10 +23,10 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_
 
 
 def evaluate(closed: ClosedJaxpr, arguments, visit: Callable = lambda equation, values: None) -> list:
-    """The results of a jaxpr; visit(equation, values) returns an equation's results, or None to have JAX compute them.
+    """Evaluate a jaxpr; visit(equation, values) returns an equation's results, or None to have JAX compute them.
 
-    All is computed on the mesh in context, but functions with a derivative rule, as `jax.nn.relu`, on the trace's mesh;
-    and in the equations' scopes of names, by which profiles tell it.
+    Equations run on the mesh in context, except that functions with a derivative rule, such as `jax.nn.relu`, use the
+    trace's mesh. Equations keep their name scopes, which profiles show.
     """
     jaxpr = closed.jaxpr
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments)))
@@ -66,7 +66,7 @@ def called(equation) -> list[ClosedJaxpr]:
 
 
 def _closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
-    """The jaxpr with its constants: since JAX 0.12 the two classes are one."""
+    """The jaxpr as a ClosedJaxpr; since JAX 0.12 the two classes are one."""
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
@@ -79,11 +79,11 @@ def consts_and_carry(params: dict) -> tuple[int, int]:
 
 
 class Digest:
-    """A sha256 of jaxprs: of their operations and constants, whatever their functions and variables are called.
+    """A sha256 of the operations and constants of jaxprs, independent of the names of functions and variables.
 
     Attributes:
-      by_source: the kinds of objects among parameters of primitives, as callbacks, whose source file counts in place of
-        what they compute.
+      by_source: names of objects among the parameters of primitives, such as callbacks, whose source file counts in
+        place of what they compute.
 
     >>> twice, again, thrice = Digest(), Digest(), Digest()
     >>> twice.add(lambda x: 2 * x, 1.0), again.add(jax.jit(lambda y: 2 * y), 1.0), thrice.add(lambda x: 3 * x, 1.0)
@@ -96,7 +96,7 @@ class Digest:
         self._hash, self._count, self.by_source = hashlib.sha256(), 0, set()
 
     def hexdigest(self) -> str:
-        """The sha256 of all that was added."""
+        """The sha256 of everything added."""
         return self._hash.hexdigest()
 
     def add(self, function: Callable, *args) -> None:
@@ -106,7 +106,7 @@ class Digest:
         self.write(self._closed(closed))
 
     def write(self, *parts) -> None:
-        """Add numbers or texts."""
+        """Add numbers or strings."""
         self._hash.update(repr(parts).encode())
 
     def _array(self, x) -> None:
@@ -120,7 +120,7 @@ class Digest:
         self.write(self._count, str(aval.dtype), aval.shape, bool(getattr(aval, "weak_type", False)))
 
     def _closed(self, closed: ClosedJaxpr, arguments=None) -> list:
-        """Add a jaxpr, which is inlined where its arguments have numbers; returns the numbers of its results."""
+        """Add a jaxpr, inlined if `arguments` are the numbers of its inputs; return the numbers of its results."""
         jaxpr, numbers = closed.jaxpr, {}
         for variable, value in zip(jaxpr.constvars, closed.consts):
             self._new(variable, numbers)
@@ -178,7 +178,7 @@ class Digest:
             self._source(x)
 
     def _source(self, x) -> None:
-        """Add what an object that is no array, jaxpr or number prints as, and the text of the file of its code."""
+        """Add the repr of an object that is not an array, jaxpr or number, and the text of its source file."""
         function = inspect.unwrap(x) if callable(x) else x
         code = getattr(function, "__code__", None) or getattr(type(x).__call__, "__code__", None)
         self.by_source.add(getattr(function, "__qualname__", type(x).__name__))

@@ -130,7 +130,7 @@ def _checked(q, k, v, causal, lengths, state, impl, chunk_size):
 
 
 def _features(q, k, v, feature_map, lengths):
-    """φ(q) `[..., Tq, Hk, H / Hk, D]`, φ(k) `[..., Tk, Hk, D]` and (v, 1) `[..., Tk, Hk, Dv + 1]`, padding as 0."""
+    """φ(q) `[..., Tq, Hk, H / Hk, D]`, φ(k) `[..., Tk, Hk, D]` and (v, 1) `[..., Tk, Hk, Dv + 1]`; 0 for padding."""
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     kv_length, kv_heads = k.shape[-3:-1]
     q = q.astype(dtype).reshape(*q.shape[:-2], kv_heads, q.shape[-2] // kv_heads, q.shape[-1])
@@ -143,7 +143,7 @@ def _features(q, k, v, feature_map, lengths):
 
 
 def quotient(numerator, denominator):
-    """numerator / denominator, 0 where both are 0: in a fully masked row."""
+    """numerator / denominator, or 0 where both are 0, as in a fully masked row."""
     # The inner `where` keeps 0/0 out of the derivative as well. The first division is by a constant, because the
     # derivative squares the denominator, and features may be as small as 1e-30.
     nonzero = denominator != 0

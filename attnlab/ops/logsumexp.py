@@ -2,8 +2,8 @@
 
     shift = finite_shift(max_j s_j)    denominator, log_sum = normalizer(Σ_j exp(s_j − shift))    lse = shift + log_sum
 
-Backends return the pair (shift, log_sum): where all logits of a row are large, as after a bias of −1e9, their float32
-sum has lost log_sum, and exp(s − lse) is wrong by a factor of up to the number of keys.
+Backends return the pair (shift, log_sum): where all logits of a row are large, as after a bias of −1e9, the float32 sum
+shift + log_sum has lost log_sum, and exp(s − lse) is wrong by a factor of up to the number of keys.
 """
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def finite_shift(maximum: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def normalizer(total: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """(denominator, log_sum) from the sum of exponentials; (1, −inf) for a fully masked row, whose sum is 0."""
+    """Return (denominator, log_sum) from the sum of exponentials; (1, −inf) for a fully masked row, whose sum is 0."""
     visible = total > 0
     denominator = jnp.where(visible, total, 1)
     return denominator, jnp.where(visible, jnp.log(denominator), -jnp.inf)

@@ -1,4 +1,4 @@
-"""The base class of masks, and their composition by `&`, `|` and `~`."""
+"""The base class of masks, and their composition with `&`, `|` and `~`."""
 
 import operator
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Mask(Node):
     positional = False
 
     def visible(self, tile: Tile) -> Bool[Array, "..."]:
-        """Which keys each query may attend to.
+        """Return which keys each query may attend to.
 
         Args:
           tile: coordinates, each broadcastable to the scores `[..., H, queries, keys]` (the last two axes may be
@@ -50,12 +50,12 @@ class Mask(Node):
         raise TypeError(f"{type(self).__name__} defines no visible(tile): write it in the subclass")
 
     def bounds(self, tiling: Tiling) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
-        """(any_visible, all_visible) of every tile, broadcastable to `[..., H, nQ, nK]`.
+        """Return (any_visible, all_visible) for every tile, broadcastable to `[..., H, nQ, nK]`.
 
         `any_visible` may be true for a tile without a visible pair, and `all_visible` false for a fully visible tile;
         the reverse is an error. This default evaluates the whole mask, one row of tiles at a time; bounds on
-        coordinates are faster: `q_position`, `kv_position`, `q_index` and `kv_index` of `tiling` are each a pair, the
-        lowest and the highest of every tile.
+        coordinates are faster. `q_position`, `kv_position`, `q_index` and `kv_index` of `tiling` are each a pair, the
+        lowest and the highest coordinate of every tile.
         """
 
         def row(i):
@@ -80,16 +80,16 @@ class Mask(Node):
         batch: tuple[int, ...] = (),
         shard: Shard = WHOLE,
     ) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
-        """Whether any pair of each tile may be visible, and whether all must be.
+        """Return, for each tile, whether any pair may be visible and whether all must be.
 
-        Takes the arguments of `dense`, and `block_sizes`, queries and keys of a tile (the last tiles may be ragged).
-        For a `shard` of a call the mask is its `of_shard(shard)`.
+        Takes the arguments of `dense`, and `block_sizes`, (queries, keys) of a tile; the last tiles may be ragged. For
+        a `shard` of a call, `self` must be the result of `of_shard(shard)`.
 
         Returns:
           (any_visible, all_visible), bool `[*batch or 1s, H or 1, nQ, nK]`; NumPy arrays when known at trace time.
 
         Raises:
-          ValueError: positions are needed, Tq ≠ Tk, and they are missing; a block size below 1.
+          ValueError: Tq ≠ Tk without the positions that the mask compares; a block size below 1.
 
         >>> SlidingWindow(left=1).tiles(4, 4, block_sizes=(2, 2))[0].astype(int)[0, 0]
         array([[1, 0],
@@ -116,20 +116,20 @@ class Mask(Node):
         """The same mask for evaluation tile by tile inside a loop and a derivative rule.
 
         Arrays that its functions close over become leaves. Large arrays are padded to `q_length` and `kv_length`, the
-        ends of the last tiles, so that a tile of them is a slice.
+        ends of the last tiles, so that each tile is a slice of them.
         """
         return self
 
     def of_shard(self, shard: Shard) -> "Mask":
         """The same mask for a part of a call that is split over devices (`attnlab.context_parallel`).
 
-        A subclass whose arrays have axes of examples or heads overrides it. A subclass that computes with coordinates
-        alone, or takes from its arrays by `tile.of_queries`, `of_keys` or `of_pairs`, need not.
+        Subclasses whose arrays have axes for examples or heads override it. Subclasses that use only coordinates, or
+        read their arrays through `tile.of_queries`, `of_keys` or `of_pairs`, need not.
         """
         return self
 
     def check(self, batch: tuple[int, ...], num_heads: int, q_length: int, kv_length: int) -> None:
-        """Raises ValueError when the mask's arrays do not fit scores `[*batch, num_heads, q_length, kv_length]`."""
+        """Raise ValueError when the mask's arrays do not fit scores `[*batch, num_heads, q_length, kv_length]`."""
 
     def dense(
         self,
@@ -149,10 +149,10 @@ class Mask(Node):
           num_heads, batch: H and q's batch axes, for a mask that depends on the head or the example.
 
         Returns:
-          bool `[Tq, Tk]`, with the leading axes that the mask's arrays bring, leading axes of size 1 dropped.
+          bool `[Tq, Tk]`, with the leading axes of the mask's arrays; leading axes of size 1 are dropped.
 
         Raises:
-          ValueError: positions are needed, Tq ≠ Tk, and they are missing.
+          ValueError: Tq ≠ Tk without the positions that the mask compares.
 
         >>> Causal().dense(1, 4, q_positions=jnp.array([2]), kv_positions=jnp.arange(4)).astype(int)
         Array([[1, 1, 1, 0]], dtype=int32)
@@ -181,7 +181,7 @@ class Mask(Node):
 
 
 def require_positions(mask, q_length, kv_length, q_positions, kv_positions, what="mask") -> None:
-    """Raises ValueError when `mask` compares positions that are missing and have no default (Tq ≠ Tk)."""
+    """Raise ValueError when `mask` compares positions that are missing and have no default (Tq ≠ Tk)."""
     if not mask.positional or q_length == kv_length or (q_positions is not None and kv_positions is not None):
         return
     missing = " and ".join(

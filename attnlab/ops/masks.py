@@ -4,8 +4,8 @@ Masks are pytrees: arrays in them are leaves, Python numbers are static, so a ma
 and `scan`. An *index* is a row of an array; a *position* is that row's place in its sequence. `Causal` and
 `SlidingWindow` compare positions, `Padding` and `Dense` use indices.
 
-`visible` tells which pairs of a tile are visible; `bounds` tells in which tiles any pair may be visible and in which
-all must be, by interval arithmetic on the coordinates, so that a backend can skip tiles or comparisons.
+`visible` returns which pairs of a tile are visible. `bounds` returns, by interval arithmetic on the coordinates, in
+which tiles any pair may be visible and in which all must be, so that a backend can skip tiles or comparisons.
 """
 
 import numbers
@@ -47,7 +47,7 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """A query attends to `left` positions before it, `right` after it, and itself: i − left ≤ j ≤ i + right.
 
-    Both are integers, in positions; a negative one is a ValueError. With w = left + right + 1, attention costs O(w·n·d)
+    Both are integers, in positions; negative ones raise ValueError. With w = left + right + 1, attention costs O(w·n·d)
     (restricted self-attention, Vaswani et al. 2017, section 4).
 
     >>> SlidingWindow(left=1, right=1).dense(4, 4).sum(axis=-1)
@@ -69,7 +69,7 @@ class SlidingWindow(Mask):
 
     def bounds(self, tiling):
         (q_low, q_high), (kv_low, kv_high) = tiling.q_position, tiling.kv_position
-        lowest, highest = kv_low - q_high, kv_high - q_low  # of kv − q
+        lowest, highest = kv_low - q_high, kv_high - q_low  # values of kv − q
         left, right = self._reach()
         return (highest >= -left) & (lowest <= right), (lowest >= -left) & (highest <= right)
 
@@ -115,8 +115,8 @@ class PrefixLM(Mask):
 class Padding(Mask):
     """Every query attends to the first `lengths` keys of its sequence: index j < lengths.
 
-    `lengths`, in keys, is one number for all sequences, or an int array with exactly q's batch axes. One above Tk is an
-    error unless it is traced.
+    `lengths`, in keys, is one number for all sequences, or an int array with exactly q's batch axes. A length above
+    Tk is an error unless it is traced.
 
     >>> Padding(jnp.array([1, 3])).dense(1, 3).astype(int)[:, 0, 0]
     Array([[1, 0, 0],
@@ -146,10 +146,10 @@ class Padding(Mask):
 
 @dataclass(frozen=True)
 class Segments(Mask):
-    """A query attends to the keys of its segment: ids equal. Packs several documents into one sequence.
+    """A query attends to the keys of its segment, with equal ids. Packs several documents into one sequence.
 
-    `q_ids` is an int array `[Tq]` or `[..., Tq]` with exactly q's batch axes; `kv_ids` `[Tk]` or `[..., Tk]` likewise,
-    `q_ids` when None. Ids may be in any order; tiles are skipped where equal ids are contiguous.
+    `q_ids` is an int array `[Tq]` or `[..., Tq]` with exactly q's batch axes; `kv_ids` is likewise `[Tk]` or
+    `[..., Tk]`, or None for `q_ids`. Ids may be in any order; tiles are skipped where equal ids are contiguous.
 
     >>> (Segments(jnp.array([0, 0, 1, 1])) & Causal()).dense(4, 4).astype(int)
     Array([[1, 0, 0, 0],
@@ -180,7 +180,7 @@ class Segments(Mask):
 
     def check(self, batch, num_heads, q_length, kv_length):
         types = [jax.dtypes.canonicalize_dtype(ids.dtype) for ids in self._ids()]
-        if checks.is_cut(np.promote_types(*types)):  # uint32 beside int32, where 2³² − 1 would equal −1
+        if checks.is_cut(np.promote_types(*types)):  # uint32 with int32: 2³² − 1 would equal −1
             raise ValueError(f"Segments q_ids has type {types[0]} and kv_ids {types[1]}: use one type for both")
         for name, ids, length in (("q_ids", self.q_ids, q_length), ("kv_ids", self._ids()[1], kv_length)):
             if np.shape(ids) not in ((length,), (*batch, length)):
@@ -351,12 +351,12 @@ def as_band(mask: Mask | None) -> Band | None:
 
 
 def _at_most(x: Span, y: Span):
-    """(any_visible, all_visible) of the mask x ≤ y."""
+    """Return (any_visible, all_visible) of the mask x ≤ y."""
     return x.low <= y.high, x.high <= y.low
 
 
 def _limit(length, tile):
-    """A number, or int32 numbers of a tile's examples."""
+    """The limit as one number, or as int32 for each example of a tile."""
     return min(length, checks.POSITION_LIMIT) if isinstance(length, numbers.Number) else tile.of_examples(length)
 
 

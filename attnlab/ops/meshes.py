@@ -12,15 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from attnlab.types import Array
 
-# How the axes of a mesh are used where its types do not tell: these split heads, these the sequence, all others the
-# batch.
+# The use of mesh axes where types do not say: these split heads, these split the sequence, all others split the batch.
 HEAD_AXES = ("tensor", "model", "tp", "mp", "heads")
 SEQUENCE_AXES = ("context", "sequence", "seq", "sp", "cp")
 
 
 def on_auto_axes(out_specs: Callable) -> Callable:
-    """Decorator that runs `fn(q, …)`, or `fn(call, …)`, with Explicit mesh axes turned into Auto axes, where XLA finds
-    inner shardings."""
+    """Decorator that runs `fn(q, …)` or `fn(call, …)` with Explicit axes as Auto, so that XLA finds inner shardings."""
 
     def decorator(fn):
         @functools.wraps(fn)
@@ -83,7 +81,7 @@ def splits_of(q, k, without: Sequence[str] = ()) -> Splits:
 
 
 def over_shards(kernel: Callable, q, k, v, others=()):
-    """`kernel(q, k, v, others)` on each device's examples and heads, for kernels that XLA cannot partition.
+    """Run `kernel(q, k, v, others)` on each device's examples and heads, for kernels that XLA cannot partition.
 
     A split sequence is gathered. Leaves of `others` are `[*batch or 1s, H or 1, …]`. `vmap` over an axis that an
     Explicit mesh axis splits is not supported.
@@ -101,13 +99,13 @@ def over_shards(kernel: Callable, q, k, v, others=()):
 
 
 def in_shards(function: Callable, q, arrays: tuple, specs: tuple, out_spec: P | tuple[P, ...]):
-    """`function(*arrays)` by `jax.shard_map` over all axes of q's mesh over which XLA partitions."""
+    """Run `function(*arrays)` in `jax.shard_map` over all axes of q's mesh over which XLA partitions."""
     mesh = mesh_of(q)
     is_explicit = AxisType.Explicit in mesh.axis_types
-    if is_explicit:  # some may be split otherwise than q
+    if is_explicit:  # some arrays may be split differently from q
         specs = jax.tree.map(lambda spec, tree: jax.tree.map(lambda _: spec, tree), specs, arrays, is_leaf=_is_spec)
         arrays = jax.tree.map(functools.partial(_resharded, mesh), arrays, specs)
-    # Most kernels do not tell over which axes their results vary, and a shard_map within another cannot check it.
+    # Most kernels do not declare over which axes their results vary, and a nested shard_map cannot check this.
     run = jax.shard_map(
         function, mesh=mesh, in_specs=specs, out_specs=out_spec, axis_names=_free(mesh), check_vma=False
     )
@@ -119,7 +117,7 @@ def in_shards(function: Callable, q, arrays: tuple, specs: tuple, out_spec: P | 
 
 
 def on_all_devices(tree):
-    """A tree whose arrays on Explicit axes are whole on every device."""
+    """Replicate on every device the arrays of a tree that are on Explicit axes."""
 
     def whole(x):
         return _resharded(jax.typeof(x).sharding.mesh, x, P(*(None,) * x.ndim)) if _has_explicit_axes(x) else x
@@ -174,7 +172,7 @@ def _axes(x):
 
 
 def is_checked_manual(*arrays) -> bool:
-    """Whether a call is inside a `shard_map` that checks over which axes values vary; few kernels declare it."""
+    """Whether a call is inside a `shard_map` that checks over which axes values vary; few kernels declare these."""
     return any(_axes(x) for x in arrays)
 
 

@@ -1,4 +1,4 @@
-"""Frozen dataclasses as pytrees: the base class of calls, masks and score mods; trees split in two."""
+"""Frozen dataclasses as pytrees (the base class of calls, masks and score mods); splitting and joining of trees."""
 
 import functools
 import numbers
@@ -12,8 +12,8 @@ from attnlab.ops import checks
 
 
 class Node:
-    """Base class of frozen dataclasses that are pytrees: arrays are leaves; numbers, functions and None are static,
-    and the fields that a class names in `STATIC`.
+    """Base class of frozen dataclasses that are pytrees: arrays are leaves; numbers, functions, None and the
+    fields that a class names in `STATIC` are static.
 
     A field keeps its role through `jax.tree` operations, so trees of shapes, booleans or `in_axes` keep the structure.
     Nodes compare and hash by value, arrays included, so a Flax module can hold them; a traced array has no hash.
@@ -29,7 +29,7 @@ class Node:
     def __post_init__(self):
         for field in fields(self):
             for leaf in jax.tree.leaves(getattr(self, field.name)):
-                # JAX would keep the low bits alone, also where the node is an argument of a compiled function.
+                # JAX would keep only the low bits, also where the node is an argument of a compiled function.
                 if isinstance(leaf, np.ndarray) and checks.is_cut(leaf.dtype):
                     checks.integers(f"{type(self).__name__} {field.name}", leaf)
 
@@ -55,7 +55,7 @@ class Node:
 
 
 def _flatten(node):
-    """(children, names and values of the static fields)."""
+    """Return (children, names and values of the static fields)."""
     values = {field.name: getattr(node, field.name) for field in fields(node)}
     names = node.__dict__.get("_static_names")
     if names is None:
@@ -97,7 +97,7 @@ def _contents(leaf):
 
 
 def partition(tree, is_chosen):
-    """`tree` split by a tree of booleans: the chosen leaves and the other leaves, None in place of missing leaves."""
+    """Split `tree` by a tree of booleans into the chosen and the other leaves, with None in place of missing leaves."""
     chosen = jax.tree.map(lambda x, choose: x if choose else None, tree, is_chosen)
     others = jax.tree.map(lambda x, choose: None if choose else x, tree, is_chosen)
     return chosen, others

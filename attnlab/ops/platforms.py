@@ -14,7 +14,7 @@ _AS_SPECIFIED: contextvars.ContextVar[bool] = contextvars.ContextVar("as specifi
 
 @contextlib.contextmanager
 def as_specified() -> Iterator[None]:
-    """Context in which operators are traced as their specifications, whatever `impl` and the platform."""
+    """Context in which operators are traced as their specifications, whatever the `impl` and the platform."""
     token = _AS_SPECIFIED.set(True)
     try:
         yield
@@ -28,14 +28,14 @@ def is_specified() -> bool:
 
 
 def platform_of(*arrays) -> str:
-    """The platform, of `PLATFORMS`, of the arrays' mesh or the mesh in context; without a mesh, of this machine."""
+    """The platform (one of `PLATFORMS`) of the arrays' mesh or the mesh in context; without a mesh, of this machine."""
     device = _of_mesh(arrays)
     platform = device.platform if device else jax.default_backend()
     return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
 
 
 def is_hopper(*arrays) -> bool | None:
-    """Whether the GPU, of the arrays' mesh or of this machine, is NVIDIA's Hopper, as an H100 is; None without one."""
+    """Whether the GPU of the arrays' mesh, or of this machine, is an NVIDIA Hopper, e.g. an H100; None without one."""
     if device := _of_mesh(arrays):
         return bool(re.search(r"\bG?H\d+\b", device.device_kind))
     if jax.default_backend() != "gpu":
@@ -51,6 +51,6 @@ def _of_mesh(arrays):
 
 
 def is_tf32(dtype, platform: str) -> bool:
-    """Whether products of a type are in TF32: float32's on GPUs, unless JAX's matmul precision is set higher."""
+    """Whether products of a type use TF32: float32 on GPUs, unless JAX's matmul precision is set higher."""
     default = jax.config.jax_default_matmul_precision in (None, "default", "fastest", "tensorfloat32")
     return platform == "gpu" and dtype == jnp.float32 and default

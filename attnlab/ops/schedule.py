@@ -27,7 +27,7 @@ class Costs(NamedTuple):
     per_row: float  # in units of one score
 
 
-# Fitted on two x86 cores with 1 MiB of L2 each: float32, 8 to 128 heads times examples, 64 features a head.
+# Fitted on two x86 cores with 1 MiB of L2 each: float32, 8 to 128 heads times examples, 64 features per head.
 CPU = Costs(
     (64, 128, 256, 512), max_scores=2**21, cached_scores=2**19, uncached=1.15, comparing=1.25, per_tile=0, per_row=1450
 )
@@ -63,7 +63,7 @@ def schedule(
     # The symbolic sizes of jax.export count as 1.
     batch = (size for size in where.get("batch", ()) if isinstance(size, int))
     rows = where.get("num_heads", 1) * math.prod(batch) if heads_per_step is None else heads_per_step
-    # The finest division whose tiles are quickly listed; coarser divisions merge its tiles.
+    # The finest division with few enough tiles to list; coarser divisions merge its tiles.
     finest, *coarser = [size for size in costs.sizes if size * 2048 >= max(lengths)] or costs.sizes[-1:]
     any_visible, all_visible = _tiles(mask, lengths, _clipped((finest, finest), lengths), where)
     if not isinstance(any_visible, np.ndarray):
@@ -92,7 +92,7 @@ def block_mask_of(any_visible: Bool[Array, "..."], all_visible: Bool[Array, "...
 
 
 def runs(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
-    """The neighbours of a row of tiles that are not EMPTY, as one tile each: (kind, first, count)."""
+    """Merge neighbouring tiles of a row that are not EMPTY into one tile each: (kind, first, count)."""
     found = []
     for column, kind in enumerate(kinds):
         if kind == EMPTY:
@@ -108,7 +108,7 @@ def runs(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
 def visit_order(
     block_mask: Int[Array, "*b n m"],
 ) -> tuple[Int[Array, "*b n m"], Int[Array, "*b n"], Int[Array, "*b n"]]:
-    """For each row: columns, FULL tiles first, then PARTIAL, then EMPTY; how many are FULL; how many are not EMPTY."""
+    """Return for each row: columns (FULL, then PARTIAL, then EMPTY tiles), how many are FULL, how many not EMPTY."""
     xp = np if isinstance(block_mask, np.ndarray) else jnp
     columns = xp.argsort(-block_mask, axis=-1, stable=True)
     return columns, (block_mask == FULL).sum(axis=-1), (block_mask > EMPTY).sum(axis=-1)
@@ -129,7 +129,7 @@ def _clipped(block_sizes, lengths):
 
 
 def _tiles(mask, lengths, block_sizes, where):
-    """(any_visible, all_visible) of each tile, `[B or 1, H or 1, nQ, nK]`."""
+    """Return (any_visible, all_visible) for each tile, `[B or 1, H or 1, nQ, nK]`."""
     if mask is not None:
         return mask.tiles(*lengths, block_sizes, **where)
     return (np.ones([1, 1, *(-(-n // size) for n, size in zip(lengths, block_sizes))], bool),) * 2

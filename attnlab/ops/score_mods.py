@@ -1,6 +1,6 @@
-"""Score mods: changes of the attention scores before the softmax, by position.
+"""Score mods: changes to the attention scores before the softmax, by position.
 
-A score mod is a pytree, like a mask: arrays in it are leaves and get gradients. One or a tuple of them goes to
+A score mod is a pytree, like a mask: arrays in it are leaves and get gradients. Pass one, or a tuple of them, to
 `attnlab.attention(..., score_mod=…)`, which applies them in order.
 """
 
@@ -40,11 +40,11 @@ class ScoreMod(Node):
     positional = False
 
     def apply(self, scores: Float[Array, "..."], tile: Tile) -> Float[Array, "..."]:
-        """The new scores of a tile, elementwise in the scores and the tile's coordinates.
+        """Return the new scores of a tile, elementwise in the scores and the tile's coordinates.
 
         Args:
           scores: `[..., H, queries, keys]`, the output of the previous mod; the last two axes may be swapped.
-          tile: their coordinates, each broadcastable to them: `example`, `head`, `q_position`, `kv_position`,
+          tile: coordinates, each broadcastable to the scores: `example`, `head`, `q_position`, `kv_position`,
             `q_index`, `kv_index`.
 
         Returns:
@@ -53,19 +53,19 @@ class ScoreMod(Node):
         raise TypeError(f"{type(self).__name__} defines no apply(scores, tile): write it in the subclass")
 
     def for_tiles(self, score_type) -> "ScoreMod":
-        """The same mod with closed-over arrays as leaves, for scores of a type: its functions close over no tracers."""
+        """The same mod for scores of a type, with closed-over arrays as leaves: its functions close over no tracers."""
         return self
 
     def of_shard(self, shard: Shard) -> "ScoreMod":
         """The same mod for a part of a call that is split over devices (`attnlab.context_parallel`).
 
-        Its coordinates count in the whole call, as do arrays that it takes from by `tile.of_queries`, `of_keys` or
-        `of_pairs`. A subclass whose arrays have axes of examples overrides it.
+        Coordinates refer to the whole call, as do the rows of arrays read through `tile.of_queries`, `of_keys`
+        or `of_pairs`. Subclasses whose arrays have axes for examples override it.
         """
         return self
 
     def check(self, batch: tuple[int, ...], num_heads: int, q_length: int, kv_length: int) -> None:
-        """Raises ValueError when the mod's arrays do not fit scores `[*batch, num_heads, q_length, kv_length]`."""
+        """Raise ValueError when the mod's arrays do not fit scores `[*batch, num_heads, q_length, kv_length]`."""
 
     def __bool__(self):
         raise TypeError(
@@ -157,13 +157,13 @@ class Forget(ScoreMod):
     """Forgetting attention: score + c_i − c_j, c the running sum of log forget gates (Lin et al. 2025, section 3).
 
     `queries` is c at the queries, float32 or float64 `[Tq, H]` or `[..., Tq, H]` with exactly q's batch axes, in
-    logits; `keys` is c at the keys, `[Tk, H]` or `[..., Tk, H]` likewise, `queries` when None. With `Causal`, a key
+    logits; `keys` is likewise c at the keys, `[Tk, H]` or `[..., Tk, H]`; `queries` when None. With `Causal`, a key
     loses the sum of log f over the tokens after it, up to the query. Memory is linear in the length.
 
-    Rounding: all terms of c have one sign and `jnp.cumsum` adds by halves, so c_i − c_j in float32 is within
+    Rounding: all terms of c have one sign and `jnp.cumsum` adds pairwise, so c_i − c_j in float32 is within
     (4·log₂ T + 1)·2⁻²⁴·|c_T| of the exact difference: 0.04 for T = 16,384 and gates of ½, where 0.004 is measured. A
-    gate of 0, or as good as 0, would leave no digit of what follows: sum `jnp.maximum(log_gates, -100)`, which forgets
-    all the same. Sums that float32 cannot tell apart are an error where they are not traced.
+    gate of 0, or nearly 0, would leave no digits for later tokens: sum `jnp.maximum(log_gates, -100)`, which forgets
+    just as well. Sums too low for their type to resolve are an error unless they are traced.
 
     >>> q = k = jnp.zeros((3, 1, 4))  # every score 0
     >>> gates = jnp.array([[0.9], [0.5], [0.5]])  # of the tokens, for one head
@@ -197,13 +197,13 @@ class Forget(ScoreMod):
             expected = f"{shapes[0]} or {shapes[1]}: {remedy}"
             _check_shape(f"Forget {name}", sums, np.shape(sums) in shapes, expected)
             lowest = 0 if isinstance(sums, jax.core.Tracer) else float(np.asarray(sums).min(initial=0))
-            if not lowest > -(2 if sums.dtype == jnp.float32 else 2**30) * 2**22:  # half a logit between two numbers
+            if not lowest > -(2 if sums.dtype == jnp.float32 else 2**30) * 2**22:  # neighbours: half a logit
                 raise ValueError(f"Forget {name} has sums down to {lowest:g}, too low to tell: sum max(log gate, -100)")
 
 
 @dataclass(frozen=True, init=False)
 class ScoreFn(elementwise.Function, ScoreMod):
-    """Any change of the scores: `fn(score, b, h, i, j, *arrays)`.
+    """Any change to the scores: `fn(score, b, h, i, j, *arrays)`.
 
     The function is written for scalars: example b (counted through all batch axes), head h, positions i of the query
     and j of the key; it returns a floating scalar and is vectorized over all pairs. `arrays` are passed to it
@@ -226,7 +226,7 @@ class ScoreFn(elementwise.Function, ScoreMod):
         return ScoreFn(fn, *arrays)
 
 
-ScoreMods = ScoreMod | Callable | tuple[ScoreMod | Callable, ...]  # a function is one as `ScoreFn(function)`
+ScoreMods = ScoreMod | Callable | tuple[ScoreMod | Callable, ...]  # a function counts as `ScoreFn(function)`
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, " H"]:

@@ -13,7 +13,7 @@ from attnlab.types import Array
 
 PLATFORM = "tpu"
 HAS_LSE = False  # its lse has no gradient
-_LANES = 128  # of a vector register; lengths must be multiples
+_LANES = 128  # of a vector register; lengths must be multiples of it
 
 
 def reason_against(call: AttentionCall) -> str | None:
@@ -43,7 +43,7 @@ def reason_against(call: AttentionCall) -> str | None:
 
 
 def attend(call: AttentionCall) -> tuple[Array, None]:
-    """(out, None)."""
+    """Return (out, None)."""
     q, k, v, band, score_mods, sinks = call.q, call.k, call.v, as_band(call.mask), call.score_mods, call.sinks
     ids = band.segments[0].q_ids if band.segments else None
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
@@ -74,7 +74,7 @@ def attend(call: AttentionCall) -> tuple[Array, None]:
 
 
 def _kernel(band, lengths, num_heads, cap, block_sizes):
-    # Imported here: Pallas is a large package, useless except on TPUs.
+    # Imported here because Pallas is a large package, which this backend needs only on TPUs.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 

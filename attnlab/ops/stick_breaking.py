@@ -4,8 +4,8 @@ For a query i, with z_ij = scale · q_i·k_j over its visible keys j < i (Tan et
 
     A_ij = σ(z_ij) · Π_{j<l<i} (1 − σ(z_il))        o_i = Σ_j A_ij v_j
 
-There is no softmax, and no position but the order of the keys. "dense" is this formula; "blockwise" goes over the keys
-in tiles, from the nearest to the farthest, with the log of what is left of each stick, in both passes.
+There is no softmax, and only the order of the keys matters, not their positions. "dense" is this formula; "blockwise"
+visits tiles of keys from the nearest to the farthest, with the log of what is left of each stick, in both passes.
 """
 
 import functools
@@ -25,7 +25,7 @@ from attnlab.ops.platforms import is_specified
 from attnlab.types import Array
 
 IMPLS = ("auto", "dense", "blockwise")
-BLOCK = 128  # queries, and keys, of a tile
+BLOCK = 128  # queries, and also keys, in a tile
 
 
 @checks.known_keywords
@@ -41,9 +41,9 @@ def stick_breaking_attention(
     impl: str = "auto",
     block_size: int | None = None,
 ) -> Float[Array, "*B Tq H Dv"]:
-    """Stick-breaking attention (Tan et al. 2024, arXiv 2410.17980): σ(z_ij) · Π (1 − σ(z_il)) over keys l between j, i.
+    """Stick-breaking attention (Tan et al. 2024, arXiv 2410.17980): σ(z_ij) · Π (1 − σ(z_il)) for l between j and i.
 
-    A query attends to keys at positions before its own, and to none itself: the first row is 0. A row sums to at most
+    A query attends to keys at positions before its own, but not to its own: the first row is 0. A row sums to at most
     1. Masked keys take nothing from the stick. Logits and sums are float32 (float64 for float64).
 
     Args:
@@ -120,7 +120,7 @@ def _visible(call: AttentionCall, tile: tiles.Tile):
 
 
 def _weights(call: AttentionCall):
-    """(A `[..., H, Tq, Tk]`, float32 or float64, the keys hidden from all queries `[..., Tk, H or 1, 1]`)."""
+    """Return (A `[..., H, Tq, Tk]` in float32 or float64, the keys hidden from all queries `[..., Tk, H or 1, 1]`)."""
     tile = tiles.whole(*call.lengths, call.num_heads, call.q_positions, call.kv_positions, call.batch)
     hidden = hidden_keys(_visible(call, tile))
     logits = _logits(call.q, inert(per_query_head(call.k, call.num_heads), hidden), call.scale)
@@ -134,16 +134,16 @@ def _weights(call: AttentionCall):
 
 
 def _logits(q, k, scale):
-    """z `[..., H, Tq, Tk]`."""
+    """The logits z `[..., H, Tq, Tk]`."""
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     products = jnp.einsum("...qhd,...khd->...hqk", q, k, preferred_element_type=dtype)
     return products * jnp.asarray(q.shape[-1] ** -0.5 if scale is None else scale, dtype)
 
 
 def _broken(logits, visible, left=0.0):
-    """(Weights, the log of what is left) of sticks, `[..., queries, keys]`, with the log of what was left before."""
-    breaks = jnp.where(visible, -jax.nn.softplus(logits), 0)  # log(1 − σ), and log σ is the logit more
-    after = jnp.tri(logits.shape[-1], k=-1, dtype=logits.dtype)  # keys l > j, a sum of fewer roundings than a scan's
+    """Return (weights, log of the rest) of sticks `[..., queries, keys]`; `left` is the log of the rest before them."""
+    breaks = jnp.where(visible, -jax.nn.softplus(logits), 0)  # log(1 − σ); log σ is this plus the logit
+    after = jnp.tri(logits.shape[-1], k=-1, dtype=logits.dtype)  # keys l > j; rounds less often than a scan
     nearer = jnp.matmul(breaks, after, precision="highest")
     logs = logits + breaks + nearer + left
     return jnp.exp(jnp.where(visible, logs, -jnp.inf)), left + breaks.sum(axis=-1, keepdims=True)
@@ -188,12 +188,12 @@ class _Tiles:
         return jax.lax.dynamic_slice_in_dim(x, n * self.size, self.size, axis=-3)
 
     def keys(self, k, v, j, visible):
-        """Keys and values of a tile, without those that are hidden from its queries, which may be NaN."""
+        """Keys and values of a tile, with zeros for keys that are hidden from its queries, because they may be NaN."""
         hidden = hidden_keys(visible)
         return inert(self.part(k, j), hidden), inert(self.part(v, j), hidden)
 
     def visible(self, i, j):
-        """bool, broadcastable to `[..., H, size, size]`."""
+        """Visible pairs of a tile, bool, broadcastable to `[..., H, size, size]`."""
         tile = self.whole._replace(
             queries=self.whole.queries.block(i, self.size), keys=self.whole.keys.block(j, self.size)
         )
@@ -201,7 +201,7 @@ class _Tiles:
         return _visible(self.where, tile) & inside
 
     def nearest_first(self, i, step, carry):
-        """`step(carry, j, visible)` for each tile of keys that a tile of queries attends to, from the last."""
+        """Run `step(carry, j, visible)` for each tile of keys that a tile of queries attends to, from the last."""
 
         def body(n, carry):
             j = self.counts[1] - 1 - n
@@ -232,9 +232,9 @@ def _forward(q, k, v, where, sizes: _Sizes):
 
 
 def _backward(sizes: _Sizes, residuals, d_out):
-    """With dL_ij = A_ij · (do_i·v_j), dz_ij = dL_ij · (1 − σ) − σ · Σ_{l<j} dL_il, and Σ_l dL_il = do_i·o_i.
+    """Use dL_ij = A_ij · (do_i·v_j), dz_ij = dL_ij · (1 − σ) − σ · Σ_{l<j} dL_il, and Σ_l dL_il = do_i·o_i.
 
-    So the sum over farther keys is what the nearer keys leave of do·o, and tiles come in the order of the forward pass.
+    So the sum over farther keys is do·o minus the sum over the other keys, and tiles keep the forward pass's order.
     """
     q, k, v, where, out = residuals
     tiling, size = _Tiles(q, k, where, sizes), sizes.tile
@@ -272,7 +272,7 @@ _over_tiles.defvjp(_forward, _backward)
 
 
 def _sums(weights, values):
-    """`[..., H, queries, D]`."""
+    """Weighted sums of values, `[..., H, queries, D]`."""
     return jnp.einsum("...hqk,...khd->...hqd", weights, values.astype(weights.dtype))
 
 

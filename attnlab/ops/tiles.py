@@ -61,7 +61,7 @@ class Side(NamedTuple):
             return jnp.take(jnp.asarray(x), self.whole_index, axis=axis, mode="clip")
         if self.is_whole:
             return x
-        # A slice costs less than a gather, but a ragged last tile needs one: a slice is shifted at the end.
+        # A slice costs less than a gather, but a ragged last tile needs a gather: at the end, a slice would be shifted.
         size, length = len(self.index), x.shape[axis]
         is_inside = self.start + size <= length if isinstance(self.start, int) else length % size == 0
         if self.start is None or not is_inside:
@@ -109,7 +109,7 @@ class Tile(NamedTuple):
         return self.keys.of(x, per_head)
 
     def of_examples(self, x: Array) -> Array:
-        """An array of q's batch axes, or of shape (), laid out like the scores; integers as int32."""
+        """An array with q's batch axes, or of shape (), laid out like the scores; integers as int32."""
         x = known(x)
         return checks.clipped_to_int32(x)[..., None, None, None] if jnp.issubdtype(x.dtype, jnp.integer) else x
 
@@ -123,7 +123,7 @@ class Tile(NamedTuple):
         return jnp.asarray(x)[..., rows, columns]
 
     def apply(self, fn: Callable, coordinates: tuple[Array, ...], arrays: tuple[Array, ...], kind: type) -> Array:
-        """A function of scalars, `fn(*coordinates, *arrays)`, at all points."""
+        """Evaluate a function of scalars, `fn(*coordinates, *arrays)`, at all points."""
         return elementwise.apply(fn, coordinates, arrays, kind)
 
     def of_pairs(self, x: Array) -> Array:
@@ -161,7 +161,7 @@ def whole(
 
 def examples(batch: tuple[int, ...], shard: Shard = WHOLE, xp=jnp) -> Int[Array, "..."]:
     """The indices of examples in the whole call, `[*batch, 1, 1, 1]`."""
-    # NumPy has no arrays of the symbolic sizes of jax.export.
+    # NumPy has no arrays with the symbolic sizes of jax.export.
     xp = xp if all(isinstance(size, int) for size in batch) else jnp
     index = xp.arange(math.prod(batch), dtype=xp.int32) if shard.examples is None else shard.examples
     return index.reshape(*batch, 1, 1, 1)
@@ -203,13 +203,13 @@ class Tiling(NamedTuple):
         return _spans(self.covers.keys, x, self.block_sizes[1])
 
     def of_pairs(self, x: Bool[Array, "..."]) -> tuple[Array, Array]:
-        """(any, all) of each tile's entries in a bool array `[..., Tq, Tk]` of the whole call."""
+        """Return (any, all) of each tile's entries in a bool array `[..., Tq, Tk]` of the whole call."""
         x = blocked(known(self.covers.queries.take(x, axis=-2)), self.block_sizes[1])  # [..., Tq, nK, size]
         any_set, all_set = (blocked(x.swapaxes(-1, -2), self.block_sizes[0]) for x in (x.any(-1), x.all(-1)))
         return any_set.any(-1).swapaxes(-1, -2), all_set.all(-1).swapaxes(-1, -2)
 
     def row(self, i: int | Array) -> Tile:
-        """The tile of query block i and all keys; past the end the last query is repeated, so any and all hold."""
+        """The tile of query block i and all keys; past the end the last query repeats, so any and all still hold."""
         return self.covers._replace(queries=self.covers.queries.block(i, self.block_sizes[0]))
 
 

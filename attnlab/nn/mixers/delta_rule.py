@@ -11,9 +11,9 @@ from attnlab.support.options import option
 
 
 class DeltaRule(RecurrentMixer):
-    """A mixer whose queries, keys and values pass a short convolution and silu, queries and keys then of unit norm.
+    """A mixer with a short convolution and silu of queries, keys and values, then unit norm of queries and keys.
 
-    Its cache and its attributes are as in `GatedDeltaNet`.
+    Cache and attributes are the same as in `GatedDeltaNet`.
     """
 
     value_heads: int | None = option("heads of values, a multiple of heads; None for heads", None, low=1)
@@ -53,7 +53,7 @@ class DeltaRule(RecurrentMixer):
         return RMSNorm(self.norm_epsilon, dtype=self.dtype, name="norm")(z)
 
     def _gated(self, x, z):
-        """The recurrence's output z, normalized, and times silu(gate(x))."""
+        """Normalize the recurrence's output z and, if there is a gate, multiply it by silu(gate(x))."""
         z = self._normed(z)
         return z * jax.nn.silu(self._dense("gate", *z.shape[-2:])(x)) if self.gate else z
 

@@ -15,7 +15,7 @@ class GatedConv(CausalMixer):
     """A causal convolution of each feature, times a linear layer: y = conv(x) ⊙ (W x + b) + x.
 
     BaseConv of Arora et al. 2023 (arXiv 2312.04927), with an explicit kernel, `ShortConv`. It mixes the
-    last `kernel_size` tokens; its weights do not depend on the tokens, its gates do.
+    last `kernel_size` tokens. Its weights do not depend on the tokens, but its gates do.
 
     Its cache holds the last W − 1 inputs, `[B, W − 1, F]`.
 

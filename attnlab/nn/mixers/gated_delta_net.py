@@ -1,4 +1,4 @@
-"""Gated DeltaNet, and DeltaNet, which is it without a decay, and by default without a gate."""
+"""Gated DeltaNet, and DeltaNet: the same layer without decay and, by default, without an output gate."""
 
 from attnlab.nn.layer import LayerOut
 from attnlab.nn.mixers.delta_rule import DeltaRule
@@ -6,7 +6,7 @@ from attnlab.nn.mixers.interface import MixerState, RecurrentConfig
 
 
 class GatedDeltaNet(DeltaRule):
-    """Gated DeltaNet (Yang et al. 2025, arXiv 2412.06464): a state that decays, and forgets what a key is to replace.
+    """Gated DeltaNet (Yang et al. 2025, arXiv 2412.06464): a decaying state that replaces the old value of a key.
 
     Queries, keys and values pass a short convolution and silu; queries and keys have unit norm. With
     g = −exp(A_log) · softplus(a(x) + dt_bias) and β = σ(b(x)), `linear_recurrence(q, k, v, g, β)` is normalized for
@@ -15,12 +15,12 @@ class GatedDeltaNet(DeltaRule):
 
     Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolutions.
 
-    Attributes: as `RecurrentMixer`, and
+    Attributes: as in `RecurrentMixer`, plus
       value_heads: HV, a multiple of H; None for H.
       conv: W, tokens of the convolution; 0 for none.
       decay: whether the state decays.
       gate: whether there is an output gate.
-      negative_eigenvalues: β up to 2, so that a state can change its sign, and count modulo 2 (Grazzi et al. 2025).
+      negative_eigenvalues: β up to 2, so that a state can change sign and count modulo 2 (Grazzi et al. 2025).
       norm_epsilon: ε of the norm of the outputs.
 
     >>> block = Block(GatedDeltaNet(num_heads=2), Mlp())

@@ -9,16 +9,16 @@ from attnlab.support.options import option
 
 
 class GatedDeltaProduct(DeltaRule):
-    """Gated DeltaProduct (Siems et al. 2025, arXiv 2502.10297, section 3): several steps of the delta rule a token.
+    """Gated DeltaProduct (Siems et al. 2025, arXiv 2502.10297, section 3): several steps of the delta rule per token.
 
-    A token has one query and one decay, and n keys, values and β, each a step; the state decays before the first step
-    and is read after the last, so its transition is a product of n Householder matrices, which rotates and permutes.
-    Projections, convolutions, norm and gate are as in `GatedDeltaNet`. It is `linear_recurrence` over the n · T
-    steps. The pattern of `attnlab.see` is of T queries and these n · T steps, the n of a token in a row.
+    A token has one query and one decay, and a key, a value and a β for each of n steps. The state decays before the
+    first step and is read after the last, so its transition is a product of n Householder matrices, which can rotate
+    and permute. Projections, convolutions, norm and gate are as in `GatedDeltaNet`. `linear_recurrence` runs over the
+    n · T steps. The pattern of `attnlab.see` has T queries and n · T keys, the n steps of a token in a row.
 
     Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolutions.
 
-    Attributes: as `GatedDeltaNet` without `decay`, and
+    Attributes: as in `GatedDeltaNet` without `decay`, plus
 
     >>> block = Block(GatedDeltaProduct(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
@@ -47,7 +47,7 @@ class GatedDeltaProduct(DeltaRule):
         return z[:, steps - 1 :: steps], state
 
     def _in_turn(self, y):
-        """`[B, T, heads · n, …]` as `[B, T · n, heads, …]`."""
+        """Reshape `[B, T, heads · n, …]` to `[B, T · n, heads, …]`."""
         batch, length, heads = y.shape[0], y.shape[1], y.shape[2] // self.steps
         y = jnp.moveaxis(y.reshape(batch, length, heads, self.steps, *y.shape[3:]), 3, 2)
         return y.reshape(batch, length * self.steps, heads, *y.shape[4:])

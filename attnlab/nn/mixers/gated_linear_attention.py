@@ -10,16 +10,16 @@ from attnlab.support.options import option
 
 
 class GatedLinearAttention(RecurrentMixer):
-    """Gated linear attention (Yang et al. 2024, arXiv 2312.06635, section 4): each feature of the keys has its decay.
+    """Gated linear attention (Yang et al. 2024, arXiv 2312.06635, section 4): one decay per feature of the keys.
 
-    The log of the decay is log σ(W₂ W₁ x + b) / 16, W₁ of rank 16. `linear_recurrence(q, k, v, g)` is normalized for
-    each head, multiplied by silu of a gate, and projected.
+    The log of the decay is g = log σ(W₂ W₁ x + b) / 16, where W₁ has rank 16. `linear_recurrence(q, k, v, g)` is
+    normalized for each head, multiplied by silu of a gate, and projected.
 
     Its cache holds states `[B, H, K, V]` in float32.
 
-    Attributes: as `RecurrentMixer`, and
+    Attributes: as in `RecurrentMixer`, plus
       key_dim: K; None for half the input width / H.
-      rank: of the projection to decays.
+      rank: rank of the projection to decays.
 
     >>> block = Block(GatedLinearAttention(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

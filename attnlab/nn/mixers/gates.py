@@ -1,4 +1,4 @@
-"""Decays of Mamba-2 and Gated DeltaNet, g = −exp(A_log) · softplus(x + dt_bias), and unit norms."""
+"""Initializers of Mamba-2's and Gated DeltaNet's decay, g = −exp(A_log) · softplus(x + dt_bias), and the unit norm."""
 
 import jax
 import jax.numpy as jnp

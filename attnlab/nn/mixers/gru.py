@@ -11,10 +11,10 @@ from attnlab.types import DType
 
 
 class GRU(CausalMixer):
-    """Gated recurrent unit (Cho et al. 2014): n sequential steps, each of O(d²).
+    """Gated recurrent unit (Cho et al. 2014): n sequential steps, each O(d²).
 
-    Its cache holds the state `[B, d]`, in float32 also where the computation is in bfloat16: a bfloat16 state would
-    stop short of its limit, where its steps are smaller than its rounding.
+    Its cache holds the state `[B, d]`, in float32 even if the computation is in bfloat16: a bfloat16 state would stop
+    short of its limit, where its steps become smaller than its rounding error.
 
     Attributes:
       features: d, width of state and output; None for the input's.
@@ -39,7 +39,7 @@ class GRU(CausalMixer):
 
 
 class _Cell(nn.Module):
-    """`flax.linen.GRUCell` over all tokens, with its parameters: inputs are projected at once, states once a token."""
+    """`flax.linen.GRUCell`, with its parameters, over all tokens; projects inputs at once, states token by token."""
 
     features: int
     dtype: DType | None
@@ -81,7 +81,7 @@ def _forward(inputs, kernel, bias, state, begins, inside):
 
 
 def _product(x, kernel):
-    """x @ kernel in the kernel's type, with sums in x's."""
+    """x @ kernel in the kernel's type, summed in x's type."""
     return jnp.matmul(x.astype(kernel.dtype), kernel, preferred_element_type=x.dtype)
 
 
@@ -92,7 +92,7 @@ def _gates(inputs, hidden, bias):
 
 
 def _backward(residuals, cotangents):
-    """Gates of all tokens are computed again at once, and the kernel's gradient is one product after the loop."""
+    """Recompute the gates of all tokens at once; the kernel's gradient is one product after the loop."""
     inputs, kernel, bias, previous, begins, inside = residuals
     d_out, d_last = cotangents
     r, z, n, of_n = _gates(inputs, _product(previous, kernel), bias)

@@ -11,19 +11,19 @@ from attnlab.support.options import option
 
 
 class HGRN2(RecurrentMixer):
-    """HGRN2 (Qin et al. 2024, arXiv 2404.07904, section 3): what a feature of a state forgets is what is written there.
+    """HGRN2 (Qin et al. 2024, arXiv 2404.07904, section 3): a feature of the state takes in as much as it forgets.
 
-    With the forget gate f = b + (1 − b) · σ(x W), W of `key/kernel`, keys are 1 − f and the log of the decay is log f.
+    With the forget gate f = b + (1 − b) · σ(x W), W in `key/kernel`, keys are 1 − f and the log of the decay is log f.
     `linear_recurrence(silu(q), 1 − f, v, log f, scale=1)` is normalized over all heads and projected.
 
-    In the paper the lower bounds b grow from layer to layer by a softmax over all layers. Here layer l of L has
-    b = l·e^γ / (l·e^γ + L − l), γ `lower_bound` `[H, K]`: l / L at the start as there, learned for each feature, and
-    always 0 in the first layer, but no parameter is shared, so that layers can be stacked and used alone.
+    In the paper, the lower bounds b grow from layer to layer by a softmax over all layers. Here, layer l of L has
+    b = l·e^γ / (l·e^γ + L − l), with γ = `lower_bound` `[H, K]`: at the start l / L, as in the paper, learned for each
+    feature, and always 0 in the first layer. But layers share no parameters, so they can be stacked and used alone.
 
     Its cache holds states `[B, H, K, V]` in float32.
 
-    Attributes: as `RecurrentMixer`, and
-      layers: L, of the model; None for b = 0 and no `lower_bound`.
+    Attributes: as in `RecurrentMixer`, plus
+      layers: L, the number of layers of the model; None for b = 0 and no `lower_bound`.
 
     >>> block = Block(HGRN2(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
@@ -40,7 +40,7 @@ class HGRN2(RecurrentMixer):
         v = self._dense("value", self.num_heads, values)(x)
         forget = self._dense("key", self.num_heads, keys)(x).astype(wide)
         bound = self._bound(keys, context.layer).astype(wide) if self.layers is not None else 0
-        k = (1 - bound) * jax.nn.sigmoid(-forget)  # 1 − f, without the difference
+        k = (1 - bound) * jax.nn.sigmoid(-forget)  # 1 − f, without cancellation
         f = bound + (1 - bound) * jax.nn.sigmoid(forget)
         g = jnp.log(jnp.maximum(f, jnp.finfo(wide).tiny))
         z, last_state = self._recur(q, k.astype(v.dtype), v, state, context, g=g, scale=1.0)
@@ -49,7 +49,7 @@ class HGRN2(RecurrentMixer):
         return LayerOut(self._out(normed, x.shape[-1]), MixerState(last_state))
 
     def _bound(self, keys, layer):
-        """b `[H, K]`."""
+        """The lower bounds b, `[H, K]`."""
         below = layer * jnp.exp(self.param("lower_bound", nn.initializers.zeros, (self.num_heads, keys)))
         return below / (below + self.layers - layer)
 

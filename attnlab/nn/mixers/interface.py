@@ -1,4 +1,4 @@
-"""The call and the state that mixers have in common."""
+"""The call and the state that all mixers share."""
 
 import functools
 from typing import Any, ClassVar, NamedTuple
@@ -17,12 +17,12 @@ from attnlab.types import Array, DType
 
 
 class MixerState(NamedTuple):
-    """The state of a mixer after some tokens: a plain pytree whose size does not depend on their number.
+    """The state of a mixer after some tokens: a plain pytree whose size does not depend on the number of tokens.
 
     Attributes:
-      state: of the recurrence, such as `[B, HV, K, V]` in float32; None for a convolution.
+      state: state of the recurrence, such as `[B, HV, K, V]` in float32; None for a convolution.
       conv: the last inputs of a convolution, `[B, W − 1, …]`; None without one.
-      length: int32 `[B]`, number of tokens so far; a mixer leaves it to `CausalMixer`.
+      length: int32 `[B]`, number of tokens so far; set by `CausalMixer`, not by `mix`.
 
     >>> from attnlab.nn import GatedDeltaNet
     >>> GatedDeltaNet(num_heads=2).init_cache(batch=1, features=8).state.shape
@@ -35,7 +35,7 @@ class MixerState(NamedTuple):
 
 
 class CausalMixer(Layer):
-    """The interface of the mixers; subclasses define `mix` and, if they keep something, `init_state`.
+    """The interface of the mixers; subclasses define `mix` and, if they have a state, `init_state`.
 
     >>> class Convolution(CausalMixer):
     ...     def mix(self, x, state, context):
@@ -51,7 +51,7 @@ class CausalMixer(Layer):
 
     @nn.compact
     def forward(self, x: Float[Array, "B T F"], context: Context, cache: MixerState | None = None) -> LayerOut:
-        """Mix the tokens, from the state in the cache or an empty one; ValueError for another mask than `Causal`."""
+        """Mix the tokens, starting from the cache or an empty state; ValueError for a mask other than `Causal`."""
         name, mask = type(self).__name__, context.mask
         if not (mask is None or isinstance(mask, Causal)):
             raise ValueError(f"mask is {type(mask).__name__}, but {name} is causal by construction: leave it out")
@@ -59,7 +59,7 @@ class CausalMixer(Layer):
         state = cache
         if state is None:
             state = self.init_cache(*x.shape[::2])
-            if getattr(self, "dtype", None) is None:  # float64 for inputs of float64
+            if getattr(self, "dtype", None) is None:  # float64 for float64 inputs
                 wide = jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, x.dtype)), state[:2])
                 state = MixerState(*wide, state.length)
         found = self._checked(self.mix(x, state, context), x)
@@ -69,7 +69,7 @@ class CausalMixer(Layer):
         return found._replace(cache=found.cache._replace(length=length))
 
     def _checked(self, found, x) -> LayerOut:
-        """The result of `mix`; ValueError for another type, or outputs of another shape."""
+        """Check and return the result of `mix`; ValueError for a wrong type or wrong output shape."""
         if not isinstance(found, LayerOut):
             shown = f"a {type(found).__name__}"
         elif not isinstance(found.cache, MixerState):
@@ -82,26 +82,26 @@ class CausalMixer(Layer):
         raise ValueError(f"{type(self).__name__}.mix returned {shown}: expected {expected}")
 
     def mix(self, x, state: MixerState, context: Context) -> LayerOut:
-        """Outputs `[B, T, d]` and the state after the tokens x `[B, T, F]`, from the state before them.
+        """Compute outputs `[B, T, d]` and the state after the tokens x `[B, T, F]` from the state before them.
 
-        A segment of `context.segments` begins from an empty state; tokens from `context.lengths` on do not change it.
+        Each segment of `context.segments` starts from an empty state; tokens from `context.lengths` on change no state.
         """
         raise TypeError(f"{type(self).__name__} defines no mix(x, state, context): write it in the subclass")
 
     def init_state(self, batch: int, features: int) -> MixerState:
-        """The state before the first token, zeros; the length may be left out."""
+        """The state before the first token, zeros; its length may be None."""
         return MixerState()
 
     def init_cache(self, batch: int, features: int, capacity: int = 0) -> MixerState:
-        """The state before the first token, zeros; `features` is the input's width, and the capacity has no effect."""
+        """The state before the first token, zeros; `features` is the input's width, `capacity` has no effect."""
         return self.init_state(batch, features)._replace(length=jnp.zeros((batch,), jnp.int32))
 
 
 class RecurrentMixer(CausalMixer):
-    """A mixer whose core is `linear_recurrence`, with the projections that they have in common.
+    """Base class of mixers whose core is `linear_recurrence`, with the projections that they share.
 
-    Projections have the names and shapes of `MultiHeadAttention`'s, `query/kernel` `[F, H, K]` to `out/kernel`
-    `[HV, V, F]`, so one optimizer and one sharding serve both.
+    Projections are named and shaped as in `MultiHeadAttention`, from `query/kernel` `[F, H, K]` to `out/kernel`
+    `[HV, V, F]`, so that one optimizer and one sharding serve both.
 
     Attributes:
       num_heads: H.
@@ -134,15 +134,15 @@ class RecurrentMixer(CausalMixer):
 
     @property
     def states(self) -> int:
-        """HV, the heads of the values, each with a state."""
+        """HV, the number of value heads, each with a state."""
         return self.num_heads
 
     def key_features(self, features: int) -> int:
-        """K."""
+        """K, the features of a key."""
         return self.key_dim or _share(features, self.num_heads)
 
     def value_features(self, features: int) -> int:
-        """V."""
+        """V, the features of a value."""
         return self.value_dim or _share(features, self.num_heads)
 
     def init_state(self, batch, features):
@@ -153,7 +153,7 @@ class RecurrentMixer(CausalMixer):
 
     @property
     def _wide(self):
-        """The type of states: float32, and float64 for this `dtype`."""
+        """The type of states: float64 if `dtype` is, otherwise float32."""
         return jnp.promote_types(self.dtype or jnp.float32, jnp.float32)
 
     def _dense(self, name, *features, use_bias=False, **options):
@@ -163,7 +163,7 @@ class RecurrentMixer(CausalMixer):
     def _recur(self, q, k, v, state: MixerState, context: Context, **terms):
         """(The recurrence's output `[B, T, HV, V]`, the state after the tokens), with the taps of `attnlab.see`.
 
-        The pattern is the output for values that are the identity: what it reads of these tokens' values.
+        The pattern is the output for identity values, that is, the weights of these tokens' values in the output.
         """
         q, k, v = (sharding.constrain(x, "batch", "length", "heads", None) for x in (q, k, v))
         q, k, v = (taps.tap(self, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
@@ -184,7 +184,7 @@ class RecurrentMixer(CausalMixer):
         return linear_recurrence(q, k, v, return_state=True, **options)
 
     def _out(self, z, features):
-        """The projection of `[B, T, HV, V]`, which `attnlab.see` calls z, to `[B, T, features]`."""
+        """Project `[B, T, HV, V]`, which `attnlab.see` calls z, to `[B, T, features]`."""
         return projections.out(self, z, features, use_bias=False)
 
 
@@ -195,7 +195,7 @@ class RecurrentConfig(LayerConfig, of=RecurrentMixer):
 
 
 def last(x: Float[Array, "B N ..."], count: int, lengths: Int[Array, " B"] | None):
-    """The last `count` of the first `count + lengths` inputs of each sequence, of all where lengths are None."""
+    """The last `count` of the first `count + lengths` inputs of each sequence, or of all if `lengths` is None."""
     if lengths is None:
         return x[:, x.shape[1] - count :]
     return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, count))(x, lengths)

@@ -10,15 +10,15 @@ from attnlab.nn.mixers.interface import MixerState, RecurrentConfig
 
 
 class KimiDeltaAttention(DeltaRule):
-    """Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692, section 4): the delta rule, each feature with its decay.
+    """Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692, section 4): the delta rule with one decay per feature.
 
-    Queries, keys and values are as in `GatedDeltaNet`. With g = −exp(A_log) · softplus(W₂ W₁ x + b), A_log for each
-    head and g for each feature of its keys, and β = σ(b(x)), `linear_recurrence(q, k, v, g, β)` is normalized for each
-    head, multiplied by σ(U₂ U₁ x), and projected. W₁ (`decay_down`) and U₁ (`gate_down`) have rank V.
+    Queries, keys and values are as in `GatedDeltaNet`. With g = −exp(A_log) · softplus(W₂ W₁ x + b) for each feature of
+    the keys (A_log for each head) and β = σ(b(x)), `linear_recurrence(q, k, v, g, β)` is normalized for each head,
+    multiplied by σ(U₂ U₁ x), and projected. W₁ (`decay_down`) and U₁ (`gate_down`) have rank V.
 
     Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolutions.
 
-    Attributes: as `GatedDeltaNet` without `decay`; the paper does not use `negative_eigenvalues`.
+    Attributes: as in `GatedDeltaNet` without `decay`; the paper does not use `negative_eigenvalues`.
 
     >>> block = Block(KimiDeltaAttention(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

@@ -15,16 +15,16 @@ from attnlab.support.options import FieldError, option
 class Retention(RecurrentMixer):
     """Multi-scale retention (Sun et al. 2023, arXiv 2307.08621, section 2): a fixed decay for each head.
 
-    Queries and keys are rotated by their positions. Head h decays by γ = 1 − 2^(−5−h) a token;
+    Queries and keys are rotated by their positions. Head h decays by γ = 1 − 2^(−5−h) per token.
     `linear_recurrence(q, k, v, log γ)` is normalized for each head, without parameters, multiplied by silu of a gate,
     and projected.
 
     Its cache holds states `[B, H, K, V]` in float32.
 
-    Attributes: as `RecurrentMixer`, and
+    Attributes: as in `RecurrentMixer`, plus
       key_dim: K, even; None for input width / H.
       value_dim: V; None for twice the input width / H.
-      base: of the rotary positions.
+      base: base of the rotary positions.
 
     >>> block = Block(Retention(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

@@ -19,26 +19,26 @@ _SHIFTS = {"x_r": 0.2, "x_w": 0.9, "x_k": 0.7, "x_v": 0.7, "x_a": 0.9, "x_g": 0.
 
 
 class RWKV7(RecurrentMixer):
-    """The time mixing of RWKV-7 (Peng et al. 2025, arXiv 2503.14456, section 4): keys that erase are not those written.
+    """The time mixing of RWKV-7 (Peng et al. 2025, arXiv 2503.14456, section 4): erasing keys differ from written keys.
 
-    Each of six inputs x_r, x_w, x_k, x_v, x_a and x_g is a mean of the token and the one before it, with a learned
-    share for each feature. Of these are the query r, key k and value v linear, and of low rank, with w0, a0 and v0 the
-    biases of `decay_up`, `a_up` and `v_up`,
+    Each of six inputs x_r, x_w, x_k, x_v, x_a and x_g is a mean of the token and the previous token, with a learned
+    share for each feature. The query r, key k and value v are linear in x_r, x_k and x_v. With matrices of low rank,
+    and with w0, a0 and v0 the biases of `decay_up`, `a_up` and `v_up`,
 
         g = −e^(−1/2) · σ(w0 + tanh(x_w W₁) W₂)    a = σ(a0 + x_a A₁ A₂)    v ← v + (v₁ − v) · σ(v0 + x_v V₁ V₂)
         κ = unit(k ⊙ k_k)    k ← k ⊙ (1 + (a − 1) ⊙ k_a)    gate = σ(x_g G₁) G₂
 
     where v₁ are the values of the first layer. `linear_recurrence(r, k, v, g, erase=(a ⊙ κ, κ ⊙ exp(−g)), scale=1)` is
-    standardized for each head, with ε = V · 1e-5, scale and bias; r · (k ⊙ r_k) times v is added, and the sum is
+    standardized for each head, with ε = V · 1e-5, scale and bias. Then r · (k ⊙ r_k) times v is added, and the sum is
     multiplied by the gate and projected. The unit norm is `GatedDeltaNet`'s, √(Σx² + 1e-6).
 
     Its cache holds states `[B, H, K, V]` in float32 and the last input, `[B, 1, F]`.
 
-    Attributes: as `RecurrentMixer`, and
-      value_residual: mix the values with v₁, and return them; layers of `GPT` do.
-      layers: L, of the model; initial values of vectors, as in the authors' code, depend on it and the layer's number.
-      kernel_init, out_kernel_init: initializers of matrices that are not of low rank, whose products start as 0 or, for
-        the gate, small; `out_kernel_init` None for `kernel_init`.
+    Attributes: as in `RecurrentMixer`, plus
+      value_residual: mix the values with v₁ and return them, as layers of `GPT` do.
+      layers: L, the model's layers; initial vectors depend on L and the layer's number, as in the authors' code.
+      kernel_init, out_kernel_init: initializers of full-rank matrices; low-rank products start at 0 or, for the gate,
+        small. `out_kernel_init` None for `kernel_init`.
 
     >>> block = Block(RWKV7(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
@@ -75,7 +75,7 @@ class RWKV7(RecurrentMixer):
         return LayerOut(self._out(z, features), MixerState(last_state, last_input), v if self.value_residual else None)
 
     def _shifted(self, x, before, context, start):
-        """(The six means of each token and the one before it in its segment, by name; the last input)."""
+        """(The six means of each token and the previous token of its segment, by name; the last input)."""
         x = x.astype(self.dtype or x.dtype)
         inputs = jnp.concatenate([before.astype(x.dtype), x], axis=1)
         previous = inputs[:, :-1]
@@ -89,7 +89,7 @@ class RWKV7(RecurrentMixer):
         return means, last(inputs, 1, context.lengths).astype(before.dtype)
 
     def _low(self, name, x, rank, size, bias_init, activation=None, dtype=None):
-        """A linear layer of low rank with a bias, which alone is left at the start."""
+        """A low-rank linear layer with a bias; initially its output is the bias alone."""
         low = self._dense(f"{name}_down", rank, kernel_init=nn.initializers.zeros, dtype=dtype)(x)
         low = low if activation is None else activation(low)
         options = {"use_bias": True, "kernel_init": _small, "bias_init": bias_init, "dtype": dtype}
@@ -108,7 +108,7 @@ class RWKV7Config(RecurrentConfig, of=RWKV7, kind="rwkv7"):
 
 
 class _HeadNorm(nn.Module):
-    """Standardizes `[…, H, V]` over V, with a scale and a bias `[H, V]`; the scale starts at `initial`."""
+    """Standardization of `[…, H, V]` over V, with a scale and a bias `[H, V]`; the scale starts at `initial`."""
 
     epsilon: float
     initial: Array | float
@@ -129,14 +129,14 @@ class _Ranks(NamedTuple):
 
 
 def _ranks(features: int) -> _Ranks:
-    """Ranks for an input width, as in the authors' code: multiples of 32 near a multiple of its root."""
+    """Ranks for an input width, as in the authors' code: multiples of 32 near a multiple of the width's square root."""
     return _Ranks(*(max(32, 32 * round(factor * features**0.5 / 32)) for factor in (2.5, 2.5, 1.7, 5.0)))
 
 
 class _Start:
     """Initializers of vectors, as in the authors' code.
 
-    They depend on the number of the feature, from 0 to 1 and within its head of `size`, and on the layer's number.
+    They depend on the layer's number and on the feature's index, among all features and within its head of `size`.
     """
 
     def __init__(self, layer, layers: int, size: int):
@@ -166,7 +166,7 @@ class _Start:
         return self._by_feature(lambda n, count: 0.71 - 0.1 * (_share(n, count) - 0.5))
 
     def _zigzag(self, n):
-        """From −1 to 1 over a head, flat at its middle."""
+        """Rise from −1 to 1 over a head, flat in its middle."""
         at = 2 * _share(n % self._size, self._size) - 1
         return at * abs(at)
 
@@ -184,5 +184,5 @@ def _share(n, count: int):
 
 
 def _small(key, shape, dtype=jnp.float32):
-    """Orthogonal rows or columns of length 0.1 · √(inputs / outputs), and 0.1 where there are fewer inputs."""
+    """Orthogonal rows or columns of length 0.1 · √(inputs / outputs), or 0.1 if there are fewer inputs than outputs."""
     return nn.initializers.orthogonal(0.1 * max(1, shape[0] / shape[1]) ** 0.5)(key, shape, dtype)

@@ -1,4 +1,4 @@
-"""The short convolution in front of a recurrence, or of attention."""
+"""The short convolution before a recurrence or attention."""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -10,10 +10,10 @@ from attnlab.types import Array, DType
 
 
 class ShortConv(nn.Module):
-    """Causal convolution of each feature by itself: y_t = Σ_i w_i · x_{t−W+1+i} (Gu and Dao 2023, section 3.4).
+    """Depthwise causal convolution: y_t = Σ_i w_i · x_{t−W+1+i} (Gu and Dao 2023, section 3.4).
 
     Attributes:
-      width: W, tokens of the kernel, the last the token itself.
+      width: W, tokens of the kernel; the last is the token itself.
       use_bias: whether it adds a bias.
       kernel_init: initializer of the kernel `[W, …]`; None for uniform within ±1/√W, as in the papers' code.
       dtype: type of the computation; the input's when None.
@@ -37,14 +37,14 @@ class ShortConv(nn.Module):
         segments: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T *F"], Float[Array, "B R *F"]]:
-        """(Outputs, the last R = W − 1 inputs that are not padding), after the inputs `before`, zeros for None.
+        """(Outputs, the last R = W − 1 inputs that are not padding), after the inputs `before`, or zeros for None.
 
-        A token of a segment sees its segment alone.
+        Outputs depend only on inputs of the same segment.
         """
         width, length, features = self.width, x.shape[1], x.shape[2:]
         kernel = self.param("kernel", self.kernel_init or _uniform(width), (width, *features))
         dtype = self.dtype or x.dtype
-        # Sums in float32: processors take longer for bfloat16.
+        # Sums are in float32, because processors take longer for bfloat16.
         x = x.astype(dtype).astype(jnp.promote_types(dtype, jnp.float32))
         if before is None:
             before = jnp.zeros((x.shape[0], width - 1, *features), dtype)
@@ -65,7 +65,7 @@ class ShortConv(nn.Module):
 def convolve(projections: dict[str, Array], width: int, before: dict[str, Array] | None, context: Context, dtype=None):
     """(Projections convolved by the caller's submodules `NAME_conv`, the last inputs of each for a cache).
 
-    For width 0 they are returned as they are, with None.
+    For width 0, the projections are returned unchanged, with None.
     """
     if not width:
         return projections, None
@@ -77,7 +77,7 @@ def convolve(projections: dict[str, Array], width: int, before: dict[str, Array]
 
 
 def inputs_before(sizes: dict[str, tuple[int, ...]], width: int, batch: int, dtype) -> dict[str, Array] | None:
-    """The inputs before the first token, zeros, of convolutions of features `sizes` by name; None for width 0."""
+    """The inputs before the first token, zeros, for convolutions over features `sizes` by name; None for width 0."""
     return {name: jnp.zeros((batch, width - 1, *size), dtype) for name, size in sizes.items()} if width else None
 
 

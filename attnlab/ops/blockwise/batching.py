@@ -1,4 +1,4 @@
-"""Rules for `vmap` and `shard_map`: a leading axis that `vmap` maps over, which arrays of a call may share."""
+"""The `vmap` rule of the passes: a leading mapped axis, which arrays of a call lack if all examples share them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from attnlab.ops.schedule import EMPTY, FULL, block_mask_of
 
 
 def per_example(plan: TilePlan, fn: Callable, call: AttentionCall, *arrays):
-    """fn(call, *arrays), mapped over the leading axis when `vmap` has added one."""
+    """Call fn(call, *arrays), mapped over the leading axis if `vmap` has added one."""
     if plan.mapped is None:
         return fn(call, *arrays)
     axes = jax.tree.unflatten(jax.tree.structure(call), [0 if mapped else None for mapped in plan.mapped])
@@ -25,7 +25,7 @@ def per_example(plan: TilePlan, fn: Callable, call: AttentionCall, *arrays):
 
 
 def with_mapped(plan: TilePlan, call: AttentionCall, chosen: AttentionCall) -> tuple[TilePlan, AttentionCall]:
-    """The chosen leaves with the mapped axis, also where its examples share them: each has a gradient of its own."""
+    """Add the mapped axis to chosen leaves that all examples share, because each example has its own gradient."""
     if plan.mapped is None:
         return plan, call
     leaves, structure = jax.tree.flatten(call)
@@ -39,9 +39,9 @@ def with_mapped(plan: TilePlan, call: AttentionCall, chosen: AttentionCall) -> t
 
 
 def batched_explicitly(run_pass):
-    """`run_pass(plan, call, block_mask, …)` with a `vmap` rule that maps arrays, not loops: EMPTY tiles stay out.
+    """Add a `vmap` rule to `run_pass(plan, call, block_mask, …)` that maps arrays, not loops, to skip EMPTY tiles.
 
-    Where a plan keeps scores in the caches, as many examples as fit are mapped at a time.
+    If a plan keeps scores in the CPU's caches, as many examples as fit are mapped at a time.
     """
 
     def run_batched(plan, *operands):
@@ -69,14 +69,14 @@ def batched_explicitly(run_pass):
     def refuse(*_):
         raise ValueError("impl = 'blockwise' has no derivatives of second order: use impl='dense'")
 
-    # A derivative rule of the pass itself: JAX would not say this in words of its own.
+    # A derivative rule of the pass itself, because JAX's own error would not say this.
     run = jax.custom_jvp(run_batched, nondiff_argnums=(0,))
     run.defjvp(refuse)
     return run
 
 
 def _some_at_a_time(fn: Callable, operands: Sequence, is_batched: Sequence, size: int):
-    """`vmap` of fn, for `size` examples at a time."""
+    """Map fn over the examples, `size` at a time."""
     leaves, structure = jax.tree.flatten(tuple(operands))
     is_batched = jax.tree.leaves(tuple(is_batched))
 
@@ -89,7 +89,7 @@ def _some_at_a_time(fn: Callable, operands: Sequence, is_batched: Sequence, size
 
 
 def _with_mapped_axis(plan: TilePlan, operands: Sequence, is_batched: Sequence, size: int) -> tuple:
-    """TilePlan and operands with one more mapped axis, merged into an existing mapped axis."""
+    """Return (plan, *operands) with a new mapped axis, merged with the existing mapped axis, if any."""
     (call, block_mask, *others), (batched, block_mask_is_batched, *others_are_batched) = operands, is_batched
     leaves, structure = jax.tree.flatten(call)
     batched, had_axis = jax.tree.leaves(batched), plan.mapped or (False,) * len(leaves)
@@ -100,7 +100,7 @@ def _with_mapped_axis(plan: TilePlan, operands: Sequence, is_batched: Sequence, 
         x = x if had_axis else x[:, None]
         return jnp.broadcast_to(x, (size, old_size, *x.shape[2:])).reshape(size * old_size, *x.shape[2:])
 
-    # q, k and v always have it: loops over their blocks are shared.
+    # q, k and v always have the axis, because examples share the loops over their blocks.
     needs = jax.tree.leaves(jax.tree.map(lambda _: False, call).replace(q=True, k=True, v=True))
     mapped = tuple(map(max, needs, batched, had_axis))
     leaves = [merged(x, *has) if mapped else x for x, mapped, *has in zip(leaves, mapped, batched, had_axis)]

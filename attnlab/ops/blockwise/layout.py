@@ -1,7 +1,7 @@
-"""Arrays cut into blocks along their length, and the parts of a bias.
+"""Blocks of arrays along their length, and tiles of a bias.
 
 Tiles of scores have axes `[..., H, queries, keys]` in the forward pass and `[..., H, keys, queries]` in the backward
-pass: their products are then rows by columns or rows by rows, the fast forms of XLA's CPU backend.
+pass, because their products are then rows by columns or rows by rows, the fast forms of XLA's CPU backend.
 """
 
 from typing import NamedTuple
@@ -22,32 +22,32 @@ class Range(NamedTuple):
 
 
 def by_head(x: Array, size: int, fill=0) -> Array:
-    """`[..., T, H, D]` as `[..., H, n·size, D]`, copied, padded with `fill` to a multiple of `size`."""
+    """Copy `[..., T, H, D]` to `[..., H, n·size, D]`, padded with `fill` to a multiple of `size`."""
     *batch, length, _, _ = x.shape
     x = jnp.pad(x, [(0, 0)] * len(batch) + [(0, -length % size), (0, 0), (0, 0)], constant_values=fill)
     return exchanged(x, -3)
 
 
 def rows_at(x: Array, at: Range) -> Array:
-    """Rows of `[..., H, T, D]`."""
+    """The rows of `[..., H, T, D]` in a range."""
     return lax.dynamic_slice_in_dim(x, at.start, at.size, axis=-2)
 
 
 def joined_rows(x: Array, length: int) -> Array:
-    """`[n, ..., H, size, D]` as `[..., T, H, D]`."""
+    """Join blocks `[n, ..., H, size, D]` to `[..., T, H, D]`."""
     x = jnp.moveaxis(x, (0, -2), (-4, -3))
     return x.reshape(*x.shape[:-4], -1, *x.shape[-2:])[..., :length, :, :]
 
 
 def exchanged(x: Array, axis: int) -> Array:
-    """`x` with an axis, counted from the end, and the next one exchanged, copied."""
+    """Copy `x` with `axis`, counted from the end, and the next axis exchanged."""
     if platform_of(x) == "cpu":
         return products.exchanged(x, axis)
-    return lax.optimization_barrier(x.swapaxes(axis, axis + 1))  # TPUs would pad one more axis
+    return lax.optimization_barrier(x.swapaxes(axis, axis + 1))  # TPUs would pad the additional axis of the CPU form
 
 
 def per_query_head(x: Array, num_heads: int) -> Array:
-    """`[..., Hk, n, m]` to `[..., H, n, m]`: head h of q reads head h // (H / Hk) (Ainslie et al. 2023)."""
+    """Repeat `[..., Hk, n, m]` to `[..., H, n, m]`: head h of q reads head h // (H / Hk) (Ainslie et al. 2023)."""
     group = num_heads // x.shape[-3]
     return x if group == 1 else jnp.repeat(x, group, axis=-3)
 
@@ -59,7 +59,7 @@ def per_kv_head(x: Array, kv_heads: int) -> Array:
 
 
 def bias_tile(bias: Array | None, rows: Range, columns: Range) -> Array | None:
-    """The part of a bias `[..., Tq or 1, Tk]` for queries and keys, `[..., queries or 1, keys]`."""
+    """The part `[..., queries or 1, keys]` of a bias `[..., Tq or 1, Tk]`."""
     if bias is None:
         return None
     sizes, starts = _bias_place(bias, rows, columns)
@@ -67,7 +67,7 @@ def bias_tile(bias: Array | None, rows: Range, columns: Range) -> Array | None:
 
 
 def add_bias_tile(d_bias: Array | None, d_tile: Array | None, rows: Range, columns: Range) -> Array | None:
-    """`d_bias` plus `d_tile`, laid out as by `bias_tile`."""
+    """Add `d_tile` to the part of `d_bias` that `bias_tile` would return."""
     if d_bias is None:
         return None
     sizes, starts = _bias_place(d_bias, rows, columns)
@@ -76,8 +76,8 @@ def add_bias_tile(d_bias: Array | None, d_tile: Array | None, rows: Range, colum
 
 
 def _bias_place(bias, rows, columns):
-    """(sizes, starts) of a tile's slice."""
-    rows = Range(0, 1) if bias.shape[-2] == 1 else rows  # all queries share
+    """Return (sizes, starts) of a tile's slice."""
+    rows = Range(0, 1) if bias.shape[-2] == 1 else rows  # one row for all queries
     return (*bias.shape[:-2], rows.size, columns.size), (*(0,) * (bias.ndim - 2), rows.start, columns.start)
 
 

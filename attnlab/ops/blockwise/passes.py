@@ -1,4 +1,4 @@
-"""The forward and the backward pass, a block of queries or of keys at a time."""
+"""The forward pass, one block of queries at a time, and the backward pass, one block of keys at a time."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from attnlab.types import Array
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(plan: TilePlan, call: AttentionCall, block_mask: Array) -> Result:
-    """(out, (max, log_sum)), with gradients of q, k, v, sinks, scale, bias and score mods; the max has no gradient."""
+    """Return (out, (max, log_sum)); q, k, v, sinks, scale, bias and score mods have gradients, the max has none."""
     return forward(plan, call, block_mask)
 
 
@@ -43,7 +43,7 @@ attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _visit(plan: TilePlan, order: tuple, row, size: int, tile: Callable, state):
-    """`state` after tile(kind, columns, state) for the tiles of the row, of `size` columns, that are not EMPTY."""
+    """Return `state` after tile(kind, columns, state) for the row's tiles of `size` columns that are not EMPTY."""
     if plan.tiles is not None:
         for kind, first, count in runs(order[row]):
             state = tile(kind, Range(first * size, count * size), state)
@@ -58,7 +58,7 @@ def _visit(plan: TilePlan, order: tuple, row, size: int, tile: Callable, state):
 
 
 def _order(plan: TilePlan, block_mask: Array, *, of_keys: bool = False) -> tuple:
-    """The tiles of each row of the block mask, or of each column, as `_visit` takes them."""
+    """The tiles of each row, or of each column, of the block mask, in the form that `_visit` takes."""
     if plan.tiles is not None:
         return tuple(zip(*plan.tiles)) if of_keys else plan.tiles
     return visit_order(block_mask.T if of_keys else block_mask)
@@ -69,11 +69,11 @@ def _with_bias_tile(call: AttentionCall, rows: Range, columns: Range) -> Attenti
 
 
 def _sinks(plan: TilePlan, call: AttentionCall) -> Array:
-    """Sinks `[H]`, or `[axis, H]` under `vmap`, as `[..., H]` in the accumulators' type."""
+    """The sinks `[H]`, or `[axis, H]` under `vmap`, as `[..., H]` in the accumulators' type."""
     sinks = call.sinks.astype(_accumulator_type(call.q))
     if plan.mapped is None:
         return sinks
-    return sinks.reshape(-1, *(1,) * (call.q.ndim - 4), sinks.shape[-1])  # sinks that all examples share, too
+    return sinks.reshape(-1, *(1,) * (call.q.ndim - 4), sinks.shape[-1])  # also if all examples share the sinks
 
 
 def _accumulator_type(x: Array):
@@ -94,7 +94,7 @@ class _Softmax(NamedTuple):
 @batched_explicitly
 @functools.partial(jax.jit, static_argnums=0)
 def forward(plan: TilePlan, call: AttentionCall, block_mask: Array) -> Result:
-    """(out, (max, log_sum))."""
+    """Return (out, (max, log_sum))."""
     if plan.together is not None:
         return parts.in_parts(lambda part: _forward(plan, part, block_mask), plan.together, call)
     return _forward(plan, call, block_mask)
@@ -147,7 +147,7 @@ def _forward_tile(
     at = (rows, columns)
     logits, key_is_visible = masked_logits(plan, kind, *at, raw, _with_bias_tile(call, *at), queries=-2)
     if kind == PARTIAL:
-        logits = lax.optimization_barrier(logits)  # or XLA would compute the mask again for each use
+        logits = lax.optimization_barrier(logits)  # otherwise XLA would recompute the mask for each use
         v_j = v_j if key_is_visible is None else jnp.where(key_is_visible[..., None], v_j, 0)
     running_max = jnp.maximum(state.running_max, logits.max(axis=-1))
     shift = finite_shift(running_max)
@@ -162,7 +162,7 @@ def _forward_tile(
 
 
 def _with_sinks(state: _Softmax, sinks: Array) -> _Softmax:
-    """The softmax with one more logit per head, which has no value."""
+    """Add one logit per head, without a value, to the softmax."""
     running_max = jnp.maximum(state.running_max, sinks)
     shift = finite_shift(running_max)
     rescale = jnp.exp(state.running_max - shift)
@@ -182,7 +182,7 @@ class _Gradients(NamedTuple):
     dk: Array  # [..., H, keys, D]
     dv: Array
     dq: Array  # [..., H, D, Tq]
-    learned: AttentionCall  # of scale, bias and score mods, and None for the rest of the call
+    learned: AttentionCall  # of scale, bias and score mods; None for the rest of the call
 
 
 @batched_explicitly
@@ -190,8 +190,8 @@ class _Gradients(NamedTuple):
 def backward(
     plan: TilePlan, call: AttentionCall, block_mask: Array, out: Array, log_sums: tuple, d_out: Array, d_lse: Array
 ) -> AttentionCall:
-    """The gradients of the call's arrays, None for those that have none."""
-    # On CPUs jaxlib 0.10.2 would fuse the broadcast of a cotangent, as of `out.sum()`, its products with v, and
+    """The gradients of the call's arrays; None for arrays without a gradient."""
+    # On CPUs jaxlib 0.10.2 would fuse the broadcast of a cotangent, e.g. of `out.sum()`, its products with v and
     # their sums over the axes that a bias or a mod shares, and compute the fusion wrongly (JAX issue 39103).
     d_out = lax.optimization_barrier(d_out)
     shift, log_sum, delta = _log_sums_and_delta(call, out, log_sums, d_out, d_lse)
@@ -281,7 +281,7 @@ def _backward_tile(
 
     raw = layout.product("kd,qd->kq", k_j, q_i, dtype)
     logits, pull_back, key_is_visible = jax.vjp(logits_of, raw, learned, has_aux=True)
-    p = jnp.exp(logits - shift_i - log_sum_i)  # not their sum: see `logsumexp`
+    p = jnp.exp(logits - shift_i - log_sum_i)  # not logits − lse: see `logsumexp`
     kept_p, dp = p, layout.product("kd,qd->kq", v_j, d_out_i, dtype)
     if call.dropout_rate:
         keeps = dropout_keeps(plan, *at, logits, call, queries=-1)
@@ -302,14 +302,14 @@ def _backward_tile(
 
 
 def _is_learned(call: AttentionCall) -> AttentionCall:
-    """For each array of the call, whether it is floating and of scale, bias or score mods."""
+    """For each array of the call, whether it is floating and belongs to scale, bias or score mods."""
     is_floating = functools.partial(jax.tree.map, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
     nothing = jax.tree.map(lambda _: False, call)
     return nothing.replace(**{name: is_floating(getattr(call, name)) for name in ("scale", "bias", "score_mods")})
 
 
 def _log_sums_and_delta(call: AttentionCall, out, log_sums, d_out, d_lse) -> tuple[Array, Array, Array]:
-    """max, log_sum and δ, `[..., Tq, H, 1]`; log_sum +inf and δ 0 for fully masked rows: nothing flows into them."""
+    """Return max, log_sum and δ `[..., Tq, H, 1]`; log_sum +inf and δ 0 stop the gradients of fully masked rows."""
     (shift, log_sum), dtype = log_sums, _accumulator_type(call.q)
     is_visible = ~jnp.isneginf(log_sum)
     # A product with ones, because XLA's CPU backend takes ten times as long to sum along the last axis.

@@ -1,4 +1,4 @@
-"""How a call is computed: in tiles of which sizes, of which kinds, and on CPUs in which parts."""
+"""The plan of a call: the sizes and kinds of its tiles and, on CPUs, its parts."""
 
 import functools
 from typing import NamedTuple
@@ -13,14 +13,14 @@ from attnlab.types import Array
 
 
 class TilePlan(NamedTuple):
-    tile_kinds: tuple[int, ...]  # PARTIAL and FULL, if they occur in the block mask; both when it is traced
+    tile_kinds: tuple[int, ...]  # PARTIAL and FULL, if the block mask has them; both if it is traced
     mapped: tuple[bool, ...] | None = None  # under `vmap`: which leaves of the call have a leading mapped axis
-    tiles: tuple[tuple[int, ...], ...] | None = None  # the block mask where tiles are written out; None for loops
-    together: tuple[int, int] | None = None  # the examples and key heads that are computed at a time; None for all
+    tiles: tuple[tuple[int, ...], ...] | None = None  # the block mask if tiles are unrolled; None for loops
+    together: tuple[int, int] | None = None  # how many examples and key heads are computed at a time; None for all
 
 
 def planned(call: AttentionCall) -> tuple[tuple[int, int], Array, TilePlan]:
-    """The sizes of tiles, the block mask, and the plan of a call."""
+    """Return the tile sizes, block mask and plan of a call."""
     where = {"q_positions": call.q_positions, "kv_positions": call.kv_positions, "num_heads": call.num_heads}
     where |= {"batch": call.batch, "shard": call.shard}
     scheduled = functools.partial(schedule, call.mask, *call.lengths, call.block_sizes, **where)

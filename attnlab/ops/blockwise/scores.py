@@ -1,4 +1,4 @@
-"""The logits of a tile: scale, bias, score mods and mask, and which weights dropout keeps."""
+"""The logits of a tile, with scale, bias, score mods and mask, and the weights that dropout keeps."""
 
 import functools
 
@@ -18,9 +18,9 @@ from attnlab.types import Array
 def masked_logits(
     plan: TilePlan, kind: int, rows: Range, columns: Range, raw: Array, call: AttentionCall, *, queries: int
 ) -> tuple[Array, Array | None]:
-    """Masked logits, and the visible keys, or None for all: the caller zeroes other keys, which may be NaN.
+    """Return masked logits and the visible keys, or None for all. The caller zeroes other keys, which may be NaN.
 
-    `queries` is the axis of the tile that has the queries, −1 or −2; the other one has the keys.
+    `queries` is the tile's query axis, −1 or −2; the other axis has the keys.
     """
     return per_example(plan, functools.partial(_masked_logits, kind, rows, columns, queries), call, raw)
 
@@ -28,7 +28,7 @@ def masked_logits(
 def dropout_keeps(
     plan: TilePlan, rows: Range, columns: Range, logits: Array, call: AttentionCall, *, queries: int
 ) -> Array:
-    """Which weights of a tile dropout keeps, a boolean array of the logits' shape."""
+    """The weights of a tile that dropout keeps, as a boolean array of the logits' shape."""
 
     def keeps(call, logits):
         tile = _tile(call, rows, columns, queries, logits.shape)
@@ -60,7 +60,7 @@ def _masked_logits(kind: int, rows: Range, columns: Range, queries: int, call: A
 
 
 def _visible(call: AttentionCall, rows: Range, columns: Range, queries: int, shape: tuple[int, ...]) -> Array:
-    """Which pairs of a tile are visible, `[..., *shape[-2:]]`; a NumPy array where that is known while tracing."""
+    """The visible pairs of a tile, `[..., *shape[-2:]]`; a NumPy array if they are known while tracing."""
     xp = np if isinstance(rows.start, int) and isinstance(columns.start, int) else jnp
     visible = _is_not_padding(call, rows, columns, xp)
     visible = visible if queries == -2 else visible.swapaxes(-1, -2)
@@ -72,7 +72,7 @@ def _visible(call: AttentionCall, rows: Range, columns: Range, queries: int, sha
 
 
 def _is_not_padding(call: AttentionCall, rows: Range, columns: Range, xp) -> Array:
-    """Which pairs of a tile, `[queries, keys]`, lie within the lengths."""
+    """The pairs of a tile that lie within the lengths, `[queries, keys]`."""
     (q_size, kv_size), (q_length, kv_length) = call.block_sizes, call.lengths
     inside = xp.ones((1, 1), bool)
     if q_length % q_size:
@@ -83,7 +83,7 @@ def _is_not_padding(call: AttentionCall, rows: Range, columns: Range, xp) -> Arr
 
 
 def _tile(call: AttentionCall, rows: Range, columns: Range, queries: int, shape: tuple[int, ...], xp=jnp) -> Tile:
-    """The coordinates of queries and keys, for scores of a shape whose axis `queries` has the queries."""
+    """The coordinates of a tile with scores of a shape; axis `queries` of the scores has the queries."""
     *batch, num_heads, _, _ = shape
     q_length, kv_length = call.lengths
     return Tile(
@@ -95,7 +95,7 @@ def _tile(call: AttentionCall, rows: Range, columns: Range, queries: int, shape:
 
 
 def _side(at: Range, length: int, positions, axis: int, in_call, xp) -> Side:
-    # The padding of the last tile repeats the last row: a mod must not meet a position that does not exist.
+    # Padding of the last tile repeats the last row, because a mod must not receive a position that does not exist.
     index = xp.minimum(xp.asarray(at.start, xp.int32) + xp.arange(at.size, dtype=xp.int32), length - 1)
     side = Side(index, index, axis, at.start)
     position = index if positions is None else side.take(positions)

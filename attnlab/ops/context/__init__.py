@@ -1,6 +1,6 @@
-"""One call over many devices: queries, keys and values split along the sequence by an axis of a mesh.
+"""One call over many devices: a mesh axis splits queries, keys and values along the sequence.
 
-Each device gathers all keys. Every mask and score mod works, because each receives the indices of the whole call
+Each device gathers all keys. Every mask and score mod works, because each receives indices in the whole call
 (`attnlab.ops.tiles.Shard`).
 
 Files: `layouts` (the rows that each device computes), `shards` (a device's part of a call).
@@ -31,29 +31,29 @@ class SplitContext(NamedTuple):
     heads: tuple[str, ...]
 
 
-_current = jax.make_user_context(default_value=None)  # part of the key of compiled programs
+_current = jax.make_user_context(default_value=None)  # part of the cache key of compiled programs
 
 
 @checks.known_keywords
 def context_parallel(axis: str | None, *, batch: str | Sequence[str] = (), heads: str | Sequence[str] = ()):
-    """A context in which `attention` splits queries, keys and values along the sequence over an axis of a mesh.
+    """Context in which `attention` splits queries, keys and values along the sequence over a mesh axis.
 
-    On arrays that XLA partitions, as in `jit` over a mesh, nothing else is needed: the call is split over `axis`, and
-    over the other axes of the mesh as without a context. Results and gradients equal the unsplit call, for every mask,
-    score mod and dropout. Each device computes its share of the queries, with all keys; `explain` shows how even the
-    shares are.
+    If XLA partitions the arrays, as in `jit` over a mesh, nothing else is needed: the call is split over `axis`, and
+    over the other mesh axes as without this context. Results and gradients are the same as without the split, for
+    every mask, score mod and dropout. Each device computes its share of the queries with all keys; `explain` shows how
+    even the shares are.
 
-    Within a `shard_map` name the axes that split batch and heads. All arrays of a call (q, k, v, bias, positions,
-    sinks, keys of dropout) are then the shards of this device, in the order of the sequence, a bias with all its
-    columns; masks and score mods stay whole, with their arrays.
+    Within a `shard_map`, name the axes that split batch and heads. All arrays of a call (q, k, v, bias, positions,
+    sinks, dropout keys) are then this device's shards, in sequence order; a bias has all its columns. Masks and score
+    mods stay whole, with their arrays.
 
     Args:
-      axis: the axis of the mesh that splits the sequence; None if it is whole.
-      batch, heads: within `shard_map`, the axes that split the first axis of the batch, and the heads.
+      axis: the mesh axis that splits the sequence; None if the sequence is whole.
+      batch, heads: within `shard_map`, the axes that split the first batch axis and the heads.
 
     Raises:
-      ValueError: an axis that is named twice. In `attention`: a mesh without that axis, a sequence that it does not
-        divide.
+      ValueError: an axis is named twice. In `attention`: the mesh lacks the axis, or the axis does not divide the
+        sequence.
       TypeError: an unknown argument.
 
     >>> mesh = jax.make_mesh((1,), ("context",))
@@ -105,7 +105,7 @@ class ShardedCall(NamedTuple):
 
 
 def current(q: Array, k: Array) -> ShardedCall | None:
-    """The split of a call with these queries and keys; None outside `context_parallel`, or where nothing is split."""
+    """The split of a call with these queries and keys; None outside `context_parallel` or if nothing is split."""
     context = _current.value
     if context is None:
         return None
@@ -167,7 +167,7 @@ def layout(split: ShardedCall, call: AttentionCall, platform: str) -> Layout | N
 
 
 def attend(split: ShardedCall, layout: Layout | None, run: Callable, call: AttentionCall) -> Result:
-    """(out, (max, log_sum)), where run(call) computes a part."""
+    """Return (out, (max, log_sum)), where run(call) computes one device's part."""
     if split.is_manual:
         return shards.attend(split, layout, run, call)
     (batch, heads), axis = split.splits, split.context.axis
@@ -186,10 +186,10 @@ def attend(split: ShardedCall, layout: Layout | None, run: Callable, call: Atten
 
 
 def prepared(split: ShardedCall | None, call: AttentionCall) -> AttentionCall:
-    """The call with the words of random keys, and without functions that close over traced arrays."""
+    """The call with dropout keys as words, and without functions that close over traced arrays."""
     if split is None:
         return call
-    # Every device has masks and score mods whole.
+    # Every device holds whole masks and score mods.
     mask, score_mods = on_all_devices((call.mask, call.score_mods))
     *_, q_length, kv_length = split.whole(call.batch, call.num_heads, *call.lengths)
     dtype = jnp.promote_types(call.q.dtype, jnp.float32)

@@ -1,7 +1,7 @@
-"""The rows of a sequence that each device computes: contiguous, or in zigzag order, by the tiles of the mask.
+"""The rows of a sequence that each device computes: contiguous or in zigzag order, depending on the mask's tiles.
 
-Contiguous rows give the last device of a causal mask nearly twice the mean of tiles. In zigzag order a device has one
-of the first and one of the last chunks of the sequence, which evens that out.
+Under a causal mask, contiguous rows give the last device nearly twice the mean number of tiles. In zigzag order each
+device has one of the first and one of the last chunks of the sequence, which balances the work.
 """
 
 from typing import NamedTuple
@@ -15,13 +15,13 @@ from attnlab.ops.masks import Mask, join
 from attnlab.ops.schedule import Costs, schedule
 
 _TILE = 512  # side of the tiles that are counted
-_MOST_IMBALANCE = 1.06  # busiest device's tiles over the mean, up to which rows are not moved
+_MOST_IMBALANCE = 1.06  # rows stay contiguous up to this ratio of the busiest device's tiles to the mean
 
 
 class Layout(NamedTuple):
     """The split of the queries of a call over n devices; all devices gather all keys."""
 
-    chunks: Int[np.ndarray, "n m"]  # the chunks, of n·m equal ones, that each device computes: m is 1, or 2 in zigzag
+    chunks: Int[np.ndarray, "n m"]  # each device's chunks, out of n·m equal chunks: m is 1, or 2 in zigzag
     block_sizes: tuple[int, int]  # tile sizes
     imbalance: float  # tiles of the busiest device over the mean
 
@@ -48,7 +48,7 @@ def choose(
     block_sizes: tuple[int, int] | None = None,
     **where,
 ) -> Layout:
-    """The layout of a call over n devices; `mask` may be its `known_part`, `where` goes to `Mask.tiles`."""
+    """Choose a layout over n devices; `mask` may be the `known_part` of a mask, and `where` goes to `Mask.tiles`."""
     layouts = [np.arange(n)[:, None]]
     if lengths[0] // n % 2 == 0:
         layouts.append(zigzag(n))
@@ -64,7 +64,7 @@ def choose(
 
 
 def zigzag(n: int) -> Int[np.ndarray, "n 2"]:
-    """Device d has the d-th and the d-th last of 2·n chunks, the one of even number first (see `shards`)."""
+    """Assign device d the d-th and the d-th last of 2·n chunks, the even-numbered one first (see `shards`)."""
     chunks = np.stack([np.arange(n), 2 * n - 1 - np.arange(n)], axis=1)
     return np.take_along_axis(chunks, np.argsort(chunks % 2, axis=1), axis=1)
 
@@ -79,15 +79,15 @@ def known_part(mask: Mask | None, positions_are_known: bool = True) -> Mask | No
 
 
 def _tiles_of_chunks(mask, lengths, count: int, where) -> Int[np.ndarray, " count"]:
-    """The number of tiles that a mask has in each of `count` chunks of the queries."""
+    """The number of tiles with visible pairs in each of `count` chunks of the queries."""
     tile = _divisor(lengths[0] // count, _TILE)
     visible = None if mask is None else mask.tiles(*lengths, (tile, _TILE), **where)[0]
-    if not isinstance(visible, np.ndarray):  # a function that closes over traced arrays counts as visible
+    if not isinstance(visible, np.ndarray):  # functions that close over traced arrays count as visible
         return np.full(count, lengths[0] // count // tile * -(-lengths[1] // _TILE))
     return visible.sum(axis=(*range(visible.ndim - 2), -1), dtype=np.int64).reshape(count, -1).sum(axis=1)
 
 
 def _divisor(size: int, most: int) -> int:
-    """The largest divisor that is at most `most`, or the size itself if its divisors are small."""
+    """The largest divisor of `size` that is at most `most`, or `size` itself if that divisor is small."""
     found = max(d for d in range(1, min(size, most) + 1) if size % d == 0)
     return found if found >= min(size, 16) else size

@@ -1,1 +1,1 @@
-"""Workarounds for the CPU backend of XLA, one a file; a slow test of each fails when XLA no longer needs it."""
+"""Workarounds for XLA's CPU backend, one per file; a slow test of each fails once XLA no longer needs it."""

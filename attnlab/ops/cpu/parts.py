@@ -1,4 +1,4 @@
-"""A call computed in parts, of some key heads of some examples, one after another, for the reason told in `plans`."""
+"""Compute a call in parts, a few examples and key heads at a time, for the reason in `plans`."""
 
 import math
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from attnlab.types import Array
 
 
 def in_parts(fn: Callable, together: tuple[int, int], call: AttentionCall, *arrays: Array):
-    """fn(part, *arrays of the part) for `together` examples and key heads, with their query heads, at a time; joined.
+    """Join fn(part, *arrays of the part) over parts of `together` examples and key heads, with their query heads.
 
     Args:
-      fn: returns a tree of arrays `[examples, T, heads, ...]`, and of numbers, which are summed.
+      fn: returns a tree of arrays `[examples, T, heads, ...]` and of numbers, which are summed.
       together: divisors of the numbers of examples and of key heads.
-      call: of `[*batch, T, heads, ...]`.
+      call: has arrays `[*batch, T, heads, ...]`.
       *arrays: `[*batch, T, H, ...]`.
     """
     kv_heads, count = call.k.shape[-2], math.prod(call.batch)

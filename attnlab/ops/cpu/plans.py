@@ -1,11 +1,11 @@
-"""Parts of a call, and tiles of short sequences, whose scores stay in the caches of a CPU.
+"""Parts of a call, and tiles of short sequences, whose scores stay in the CPU's caches.
 
-No issue in XLA's tracker; seen on jaxlib 0.10.2, and known by timing alone. A batch of products over all heads writes
-scores that leave the caches, where one head after another would not; and when the sizes below were fitted, XLA divided
-the product of two large matrices among threads, but not a batch of small ones, and ran small products that do not
-depend on each other at the same time. Short sequences are therefore computed by blocks of few queries with all their
-keys, written out one by one, for a few heads at a time; long ones head by head in loops over tiles of many queries,
-rather than in tiles of few queries of all heads.
+No issue in XLA's tracker; seen on jaxlib 0.10.2 by timing alone. A batch of products over all heads writes scores that
+do not fit the caches, while the scores of one head after another do. When the sizes below were fitted, XLA split a
+product of two large matrices among threads, but not a batch of small products, and it ran independent small products at
+the same time. Short sequences are therefore computed in unrolled blocks of few queries with all their keys, a few heads
+at a time. Long sequences are computed head by head, in loops over tiles of many queries, rather than in tiles of few
+queries of all heads.
 """
 
 import math
@@ -20,18 +20,18 @@ from attnlab.ops.meshes import is_partitioned
 from attnlab.ops.schedule import CPU, Costs, runs
 from attnlab.types import Array
 
-ROWS = 512  # queries of a tile, from which XLA divides its products among threads
-# Short sequences, on two x86 cores with 1 MiB of L2 each: float32 and bfloat16, 64 features a head.
-LENGTH = 1024  # beyond which loops are as fast, in less memory
-SCORES = 2**18  # of a block of queries with its keys, in all heads that are computed at a time
-UNROLLED = 16  # products of scores that are written out; more of them would leave the caches
+ROWS = 512  # queries per tile from which XLA splits its products among threads
+# Short sequences, on two x86 cores with 1 MiB of L2 each: float32 and bfloat16, 64 features per head.
+LENGTH = 1024  # beyond this length loops are as fast and take less memory
+SCORES = 2**18  # of a block of queries with its keys, in all heads computed at a time
+UNROLLED = 16  # most products of scores to unroll; more would not fit the caches
 SHORT = Costs((64, 128, 256), SCORES, cached_scores=SCORES, uncached=1, comparing=1, per_tile=0, per_row=30)
 
 
 def choose(call: AttentionCall, scheduled: Callable) -> tuple:
-    """(The sizes of tiles, the block mask, the tiles and the parts of a `blockwise.plans.TilePlan`) of a call.
+    """Return (tile sizes, block mask, `tiles` and `together` of a `blockwise.plans.TilePlan`) for a call.
 
-    `scheduled` is `schedule` of the call, without costs.
+    `scheduled` is `schedule` with the arguments of the call, except costs.
     """
     can_be_cut = _can_be_cut(call)
     if max(call.lengths) <= LENGTH:
@@ -47,7 +47,7 @@ def choose(call: AttentionCall, scheduled: Callable) -> tuple:
 
 
 def mapped_at_once(plan, call: AttentionCall, is_mapped: bool, size: int) -> int:
-    """How many of `size` calls of a plan `vmap` computes at a time."""
+    """The number of calls of a plan, out of `size`, that `vmap` computes at a time."""
     if plan.together is not None:
         return 1
     if plan.tiles is None:
@@ -58,7 +58,7 @@ def mapped_at_once(plan, call: AttentionCall, is_mapped: bool, size: int) -> int
 
 
 def _written_out(call: AttentionCall, block_sizes, block_mask: Array, can_be_cut: bool) -> tuple | None:
-    """The tiles and the parts of a call whose tiles are written out, if they are few, with scores in the caches."""
+    """Return (`tiles`, `together`) for unrolled tiles; None unless they are few and their scores fit the caches."""
     if not isinstance(block_mask, np.ndarray) or block_sizes[0] >= ROWS:
         return None
     count, kv_heads = math.prod(size for size in call.batch if isinstance(size, int)), call.k.shape[-2]

@@ -1,7 +1,7 @@
-"""GELU, layer and root-mean-square norms, in float32 (float64 for float64), that keep little for the gradient.
+"""GELU, layer and root-mean-square norms, in float32 (float64 for float64), that store little for the gradient.
 
-No issue in XLA's tracker; jaxlib 0.10.2. The CPU backend does not compute a tanh or a mean again in the backward pass,
-but keeps an array of the size of the activations for each step of the formula.
+No issue in XLA's tracker; jaxlib 0.10.2. The CPU backend does not recompute a tanh or a mean in the backward pass, but
+stores an array of the size of the activations for each step of the formula.
 """
 
 import functools
@@ -17,7 +17,7 @@ from attnlab.types import Array
 
 @jax.custom_jvp
 def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """x·Φ(x) in its tanh form (Hendrycks and Gimpel 2016, section 2), in x's type; the gradient keeps x alone."""
+    """x·Φ(x) in its tanh form (Hendrycks and Gimpel 2016, section 2), in x's type; the gradient stores only x."""
     wide = _wide(x)
     return (0.5 * wide * (1 + jnp.tanh(_inner(wide)))).astype(x.dtype)
 
@@ -25,7 +25,7 @@ def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 @gelu.defjvp
 def _gelu_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
-    wide = _wide(lax.optimization_barrier(x))  # or XLA would keep the tanh of the forward pass
+    wide = _wide(lax.optimization_barrier(x))  # otherwise XLA would store the tanh of the forward pass
     tanh = jnp.tanh(_inner(wide))
     slope = 0.5 * (1 + tanh) + 0.5 * wide * (1 - tanh**2) * math.sqrt(2 / math.pi) * (1 + 3 * _CUBE * wide**2)
     return gelu(x), (slope * dx.astype(slope.dtype)).astype(x.dtype)

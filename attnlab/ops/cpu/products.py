@@ -1,8 +1,8 @@
-"""Matrix products in the layout, and with the type of sums, for which XLA's CPU backend has fast kernels.
+"""Matrix products in the layouts and accumulation types for which XLA's CPU backend has fast kernels.
 
-No issue in XLA's tracker; jaxlib 0.10.2. xᵀ·g, the gradient of a kernel, is no product for the fast kernels, and takes
-up to twice as long as x·w. Products of bfloat16 are converted to float32, unless their result is to be float32: then
-AMX and AVX512_BF16 compute them, in the forms x·y and x·yᵀ alone.
+No issue in XLA's tracker; jaxlib 0.10.2. The fast kernels do not cover xᵀ·g, the gradient of a kernel, which takes up
+to twice as long as x·w. bfloat16 products are converted to float32 unless their result is to be float32: then AMX and
+AVX512_BF16 compute them, but only in the forms x·y and x·yᵀ.
 """
 
 import math
@@ -18,7 +18,7 @@ from attnlab.ops.platforms import is_specified, platform_of
 
 
 def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_type=None):
-    """`jax.lax.dot_general` for flax's `dot_general=`: the last axes of x with the first of a kernel, no batch axes.
+    """`jax.lax.dot_general` for flax's `dot_general=`: last axes of x times first axes of a kernel, no batch axes.
 
     On CPUs the gradient of the kernel, xᵀ·g, materializes the transpose of the narrower operand, because XLA's CPU
     backend multiplies rows by columns at up to twice the speed of columns by columns. bfloat16 is accumulated in
@@ -33,7 +33,7 @@ def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_
         or platform_of(x, kernel) != "cpu"
         or (x_batch or tuple(x_axes) != last or tuple(kernel_axes) != first)
         or not (precision is preferred_element_type is None and x.dtype == kernel.dtype)
-        # lax has the rules for shard_map and for Explicit mesh axes.
+        # Only lax has rules for shard_map and for Explicit mesh axes.
         or (jax.sharding.get_abstract_mesh().axis_names or AxisType.Explicit in mesh_types)
         or not x.size
     ):
@@ -44,7 +44,7 @@ def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_
 
 
 def matrix_product(x, y, *, axes: tuple[int, int]):
-    """Axis axes[0] of the matrix x with axis axes[1] of the matrix y: x·y, x·yᵀ or xᵀ·y, in their type."""
+    """Contract axis axes[0] of the matrix x with axis axes[1] of the matrix y: x·y, x·yᵀ or xᵀ·y, in their type."""
     return _product_p.bind(x, y, axes=axes)
 
 
@@ -70,9 +70,9 @@ def _transposed(x):
 
 
 def exchanged(x, axis: int):
-    """`x` with an axis, counted from the end, and the next one exchanged, and laid out by rows, for CPUs.
+    """Exchange `axis` of x, counted from the end, and the next axis, in row-major order, for CPUs.
 
-    By way of one more axis: XLA turns a transpose into another layout of x, of which it has no bfloat16 products.
+    Adds an axis on the way, because XLA turns a plain transpose into a layout for which it has no bfloat16 products.
     """
     *outer, rows, columns = x.shape[: x.ndim + axis + 2]
     inner = x.shape[x.ndim + axis + 2 :]
@@ -92,8 +92,8 @@ def _batched(operands, batch_axes, *, axes):
     return jax.vmap(lambda x, y: _lax_product(x, y, axes=axes), batch_axes)(*operands), 0
 
 
-# A primitive, because with custom_jvp a cotangent of a float32 sum would not stay bfloat16. The layout for CPUs is left
-# to the lowering, because a program that is traced on a CPU may be compiled for another platform.
+# A primitive, because with custom_jvp a cotangent of a float32 sum would not stay bfloat16. The lowering chooses the
+# layout for CPUs, because a program traced on a CPU may be compiled for another platform.
 _product_p = Primitive("matrix_product")
 _product_p.def_impl(jax.jit(_on_cpu, static_argnames="axes"))
 _product_p.def_abstract_eval(

@@ -1,8 +1,8 @@
-"""Slices of bfloat16 arrays that are moved as integers, for CPUs.
+"""Slices of bfloat16 arrays, moved as integers, for CPUs.
 
 No issue in XLA's tracker; jaxlib 0.10.2. XLA's CPU backend has no slices of bfloat16: it converts the *whole* array to
-float32 to read a part of it, and back to write one. A loop over layers would convert all layers' kept values for each
-layer, and a loop over blocks all blocks. Integers are moved as they are.
+float32 to read a part of it, and back to write one. A loop over layers would convert the stored values of all layers
+for each layer, and a loop over blocks all blocks. Integers are moved without conversion.
 """
 
 import functools
@@ -16,9 +16,9 @@ from attnlab.ops import jaxprs
 
 
 def moved_as_integers(function: Callable) -> Callable:
-    """`function` of trees of arrays, which slices arrays of bfloat16, and stacks them in loops, as uint16.
+    """Wrap a function of trees of arrays so that it slices bfloat16 arrays, and stacks them in loops, as uint16.
 
-    The results have the same bits. Take derivatives first: integers have none.
+    The results have the same bits. Take derivatives first, because integers have none.
     """
 
     @functools.wraps(function)
@@ -31,7 +31,7 @@ def moved_as_integers(function: Callable) -> Callable:
 
 
 def _visit(equation, values) -> list | None:
-    """The results of an equation that moves bfloat16; None for others."""
+    """The results of an equation that moves bfloat16; None for other equations."""
     name, params = equation.primitive.name, equation.params
     if not _moves_bfloat16(equation):
         return None

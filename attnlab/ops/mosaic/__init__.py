@@ -1,9 +1,9 @@
-"""Attention with any mask and score mod on NVIDIA's Hopper, by Pallas' Mosaic GPU.
+"""Attention with any mask and score mod on NVIDIA's Hopper GPUs, in Pallas' Mosaic GPU.
 
-The formulas stand in `attnlab.ops.blockwise`: a running max and sum in the forward pass, and a backward pass that
-computes the scores of each tile again, once for dq and once for dk and dv. `schedule` lists the tiles of 128 × 128 that
-hold a visible pair; `programs` turns masks and score mods into functions of a tile; `kernels` are the three loops over
-tiles, in which a line is a term of the formulas; `passes` are their derivative and `vmap`.
+The formulas are in `attnlab.ops.blockwise`: a running max and sum in the forward pass, and a backward pass that
+recomputes the scores of each tile, once for dq and once for dk and dv. `schedule` lists the 128 × 128 tiles that have a
+visible pair; `programs` turns masks and score mods into functions of a tile; `kernels` has the three loops over tiles,
+one line per term of the formulas; `passes` has their derivative and `vmap`.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ _interpreter = []  # parameters, innermost last
 
 @contextlib.contextmanager
 def interpreted(detect_races: bool = False) -> Iterator[None]:
-    """Within it, `impl="mosaic"` runs on CPUs, in JAX's interpreter of GPU kernels: slow, for tests of numbers.
+    """Context in which `impl="mosaic"` runs on CPUs, in JAX's interpreter of GPU kernels: slow, for numerical tests.
 
-    Barriers are threads: with fewer than 16 processors set NPROC=16 in the environment.
+    Barriers are threads, so with fewer than 16 processors set NPROC=16 in the environment.
     """
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
@@ -91,7 +91,7 @@ def _reason_against_programs(call: AttentionCall) -> str | None:
 
 
 def attend(call: AttentionCall) -> Result:
-    """(out, (max, log_sum))."""
+    """Return (out, (max, log_sum))."""
     return _attend(call, _interpreter[-1] if _interpreter else None)
 
 
@@ -101,7 +101,7 @@ def _attend(call: AttentionCall, interpret) -> Result:
     from attnlab.ops.mosaic.kernels import KernelPlan
 
     (mask, of_mask), (mod, of_mod) = programs.mask_program(call), programs.mod_program(call)
-    # A mod's operand along keys has a gradient for each query head, so that each has keys of its own.
+    # A mod's operand along keys has a gradient for each query head, so each query head gets its own keys.
     is_apart = mod is not None and any(x.is_learned and x.along == "keys" for x in mod.operands)
     lists = _lists(call, call.num_heads if is_apart else call.k.shape[-2])
     group = call.num_heads // call.k.shape[-2]
@@ -131,12 +131,12 @@ def _attend(call: AttentionCall, interpret) -> Result:
 
 
 def _lists(call: AttentionCall, kv_heads: int) -> tuple:
-    """For blocks of queries and for blocks of keys: tiles to visit `[*batch or 1s, heads or 1, n, m]`, and how many are
-    FULL and how many are not EMPTY `[..., n, 2]`."""
+    """For blocks of queries and for blocks of keys: the tiles to visit, `[*batch or 1s, heads or 1, n, m]`, and the
+    numbers of FULL tiles and of tiles that are not EMPTY, `[..., n, 2]`."""
     kinds = block_masks(call.mask, call.lengths, (TILE, TILE), **_where(call))
     kinds = kinds.reshape(*(1,) * (len(call.batch) + 3 - kinds.ndim), *kinds.shape) if call.batch else kinds[0]
     of_keys = kinds.swapaxes(-1, -2)
-    if of_keys.shape[-3] > kv_heads:  # what any query head of a key head visits
+    if of_keys.shape[-3] > kv_heads:  # tiles that any query head of a key head visits
         of_keys = of_keys.reshape(*of_keys.shape[:-3], kv_heads, -1, *of_keys.shape[-2:])
         is_empty, is_full = (of_keys == EMPTY).all(-3), (of_keys == FULL).all(-3)
         of_keys = jnp.where(is_empty, EMPTY, jnp.where(is_full, FULL, PARTIAL))
@@ -152,7 +152,7 @@ def _where(call: AttentionCall) -> dict:
 
 
 def _inert(call: AttentionCall) -> tuple[Array, Array]:
-    """k and v with zeros for the keys that no query may attend to: a NaN times 0 is a NaN."""
+    """Zero k and v of the keys that no query may attend to, because NaN times 0 is NaN."""
     if call.mask is None or (_attend_to_themselves(call.mask) and _is_aligned(call)):
         return call.k, call.v
     q_length, kv_length = call.lengths
@@ -170,7 +170,7 @@ def _inert(call: AttentionCall) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _Evaluated(Mask):
-    """The same mask, whose tiles are found by evaluating it at all pairs."""
+    """A mask whose tiles are found by evaluating it at all pairs."""
 
     mask: Mask
 
@@ -182,7 +182,7 @@ class _Evaluated(Mask):
 
 
 def _is_exact(mask: Mask, is_aligned: bool) -> bool:
-    """Whether the bounds of a block of queries tell of each key whether any of these queries attends to it."""
+    """Whether the bounds of a block of queries determine, for each key, if any of these queries attends to it."""
     match mask:
         case Padding() | Causal():
             return True
@@ -199,7 +199,7 @@ def _is_aligned(call: AttentionCall) -> bool:
 
 
 def _attend_to_themselves(mask: Mask) -> bool:
-    """Whether each token surely attends to itself."""
+    """Whether every token is known to attend to itself."""
     match mask:
         case Causal() | SlidingWindow() | PrefixLM() | Segments(kv_ids=None):
             return True

@@ -1,7 +1,7 @@
-"""The kernels: for a block of rows, two warpgroups compute, 64 rows each, and a third one streams tiles by TMA.
+"""The kernels: for each block of rows, two warpgroups compute 64 rows each, and a third streams tiles by TMA.
 
-All walk one list of tiles of 128 × 128, FULL tiles first; a kernel whose tiles are narrower visits each in parts. A sum
-is in a fixed order: no result is added to by two programs, so that equal inputs give equal bits.
+All kernels walk one list of 128 × 128 tiles, FULL tiles first; a kernel with narrower tiles visits each in parts.
+No two programs add to the same result, so sums have a fixed order and equal inputs give equal bits.
 """
 
 import functools
@@ -20,16 +20,16 @@ from attnlab.ops.mosaic.programs import LOG2E, ROWS, TILE, Program, evaluate, wi
 GROUPS = TILE // ROWS  # warpgroups that compute
 WGMMA = mg.Layout.WGMMA
 LOWEST = float(np.finfo(np.float32).min)  # a running max that no score undercuts; LOWEST − LOWEST is 0
-# By features of a head, for the forward pass, dq, and dk with dv: columns of a tile, and tiles in flight (on an H100).
+# By features per head, for the forward pass, dq, and dk with dv: columns per tile, tiles in flight (on an H100).
 TILES = {64: ((128, 3), (128, 2), (64, 3)), 128: ((128, 2), (64, 2), (64, 2))}
 
 
 class KernelPlan(NamedTuple):
-    """The static part of a call whose batch axes are one.
+    """The static part of a call with its batch axes merged into one.
 
     Attributes:
-      mask, mod: their programs; of the operands, the first are the mask's.
-      group: query heads of a key head.
+      mask, mod: the programs of mask and score mods; the mask's operands come first.
+      group: query heads per key head.
       interpret: parameters of JAX's interpreter; None for the device.
     """
 
@@ -40,7 +40,7 @@ class KernelPlan(NamedTuple):
     has_sinks: bool = False
     interpret: Any = None
 
-    __hash__ = object.__hash__  # programs are functions: a plan equals itself alone
+    __hash__ = object.__hash__  # programs are functions, so a plan equals only itself
     __eq__ = object.__eq__
 
     @property
@@ -64,21 +64,21 @@ class KernelPlan(NamedTuple):
         return largest if self.mod else largest * self.unit
 
     def power(self, scores, maximum):
-        """e^(logit − maximum) for scores, or a row's max, and maxima of their shape."""
+        """e^(logit − maximum) for scores, or a row's max, and maxima of the same shape."""
         return jnp.exp2((scores - maximum) * self.unit if self.mod else scores * self.unit - maximum)
 
     def shrink(self, before, after):
-        """The factor of sums over a row whose max has changed."""
+        """The factor that rescales the sums of a row after its max has changed."""
         return jnp.exp2((before - after) * LOG2E if self.mod else before - after)
 
     @property
     def learned(self) -> tuple[int, ...]:
-        """Which of the mods' operands have gradients."""
+        """The indices of the mods' operands that have gradients."""
         operands = self.mod.operands if self.mod else ()
         return tuple(n for n, x in enumerate(operands) if x.is_learned)
 
     def learned_of(self, keys: bool) -> tuple[int, ...]:
-        """The `learned` that the pass over keys sums, or the pass over queries."""
+        """The `learned` operands whose gradients the pass over keys, or over queries, sums."""
         return tuple(n for n in self.learned if (self.mod.operands[n].along == "keys") == keys)
 
 
@@ -86,7 +86,7 @@ class _Tile(NamedTuple):
     """A tile of scores within a kernel; `starts` are the indices of its first row and column."""
 
     plan: KernelPlan
-    refs: tuple  # of the operands
+    refs: tuple  # references to the operands
     example: Any
     head: Any
     starts: tuple
@@ -94,7 +94,7 @@ class _Tile(NamedTuple):
     q_axis: int
 
     def values(self, program: Program) -> list:
-        """Index of queries and of keys, and the program's operands, each of the shape of the tile."""
+        """The indices of queries and of keys, and the program's operands, each in the shape of the tile."""
         index = [self.starts[at] + mg.broadcasted_iota(jnp.int32, self.shape, at, layout=WGMMA) for at in (0, 1)]
         is_mask = program is self.plan.mask
         first = 0 if is_mask or self.plan.mask is None else len(self.plan.mask.operands)
@@ -114,7 +114,7 @@ class _Tile(NamedTuple):
         return lax.broadcast_in_dim(x, self.shape, [axis])
 
     def masked(self, x, other, is_partial):
-        """`x`, and `other` at pairs that are not visible."""
+        """`x` at visible pairs, `other` elsewhere."""
         if self.plan.mask is None:
             return x
 
@@ -126,7 +126,7 @@ class _Tile(NamedTuple):
         return lax.cond(is_partial, select, lambda x: x, x)
 
     def modified(self, scores):
-        """The scores that the softmax takes."""
+        """The scores that enter the softmax."""
         scores = self._scaled(scores)
         if self.plan.mod is None:
             return scores
@@ -134,7 +134,7 @@ class _Tile(NamedTuple):
         return evaluate(self.plan.mod.trace(self.shape), q, k, scores, *operands)[0]
 
     def modified_with_pullback(self, scores):
-        """(`modified`, its pullback: of d → (d scores, d operands))."""
+        """Return (the modified scores, their pullback d → (d scores, d operands))."""
         scores = self._scaled(scores)
         if self.plan.mod is None:
             return scores, lambda d: (d, [])
@@ -149,11 +149,11 @@ class _Tile(NamedTuple):
         return out, pull
 
     def pulled(self, pull, d, at, is_partial):
-        """The gradients of the scores, and of the operands `at` among the learned, each summed over its rows."""
+        """The gradients of the scores and, summed along each row, of the learned operands `at`."""
         d_scores, d_learned = pull(d)
         if self.plan.mod is None:
             return d_scores, []
-        # A mod may be without derivative where it is masked.
+        # A mod may have no derivative at masked pairs.
         d_learned = [self.masked(d_learned[n], 0.0, is_partial).sum(axis=1) for n in at]
         return self.masked(d_scores, 0.0, is_partial), d_learned
 
@@ -174,7 +174,7 @@ def _vector(value):
 
 
 def _product(a, b, shape):
-    """a @ b into fresh accumulators, awaited."""
+    """Compute a @ b in new accumulators and wait for it."""
 
     def run(acc):
         mg.wgmma(acc, a, b)
@@ -184,7 +184,7 @@ def _product(a, b, shape):
 
 
 def _accumulated(plan: KernelPlan, *products: tuple) -> list:
-    """acc + a @ b of each (acc, a, b), with one wait for all."""
+    """Compute acc + a @ b for each (acc, a, b), with one wait for all."""
     if plan.interpret is not None:  # JAX's interpreter has neither run_state nor WGMMA on registers
         return [acc + jnp.dot(*(x[...].astype(jnp.float32) for x in factors)) for acc, *factors in products]
 
@@ -200,7 +200,7 @@ def _tiled(shape, dtype):
 
 
 def _store(results, me, b, h, rows) -> None:
-    """Write the rows of a warpgroup: for each result the value, its buffer, and `[B, T, H, D]` or `[B, H, T]`."""
+    """Write a warpgroup's rows of each result: (value, its buffer, reference to `[B, T, H, D]` or `[B, H, T]`)."""
     for x, smem, _ in results:
         smem.at[me][...] = x
     mg.commit_smem()
@@ -210,7 +210,7 @@ def _store(results, me, b, h, rows) -> None:
 
 
 def _streamed(count, stages: int, consumed, fetch: Callable) -> None:
-    """The loop of the warpgroup of copies: fetch(step, slot, waits) for all steps, as slots are released."""
+    """Run the copying warpgroup's loop: fetch(step, slot, waits) for all steps, as slots are released."""
     mg.set_max_registers(40, action="decrease")
     for slot in range(stages):
         pl.when(slot < count)(functools.partial(fetch, slot, slot, (lambda: None,) * len(consumed)))
@@ -221,16 +221,16 @@ def _streamed(count, stages: int, consumed, fetch: Callable) -> None:
         waits = [functools.partial(mg.barrier_wait, barrier.at[slot]) for barrier in consumed]
         fetch(step + stages, slot, waits)
 
-    @pl.loop(jnp.maximum(count - stages, 0), count)  # leaves no barrier with a phase that was not awaited
+    @pl.loop(jnp.maximum(count - stages, 0), count)  # no barrier may end with a phase that was not awaited
     def _(step):
         for barrier in consumed:
             mg.barrier_wait(barrier.at[lax.rem(step, stages)])
 
 
 class _List(NamedTuple):
-    """The tiles that a block of rows visits, in steps of `parts` of a tile, for `heads` heads one after the other."""
+    """The tiles that a block of rows visits, in `parts` steps per tile, for `heads` heads one after another."""
 
-    refs: tuple  # columns `[B or 1, H or 1, n, m]`, counts `[B or 1, H or 1, n, 2]`: FULL, and not EMPTY
+    refs: tuple  # columns `[B or 1, H or 1, n, m]`, counts `[B or 1, H or 1, n, 2]` of FULL and of not EMPTY
     at: tuple
     parts: int
     heads: int = 1
@@ -242,7 +242,7 @@ class _List(NamedTuple):
 
     @property
     def steps(self):
-        """Of a head."""
+        """Steps over this head's list of tiles."""
         return self.refs[1][(*self.at, 1)] * self.parts
 
     def head(self, step):
@@ -260,7 +260,7 @@ class _List(NamedTuple):
 
 
 def forward(plan: KernelPlan, q, k, v, sinks, lists, operands):
-    """(out `[B, T, H, D]`, max in `plan.per_logit` and sum `[B, H, T]`)."""
+    """Return (out `[B, T, H, D]`, max in `plan.per_logit` and sum `[B, H, T]`)."""
     batch, length, heads, size = q.shape
     columns, stages = TILES[size][0]
     shape, blocks = (ROWS, columns), length // TILE
@@ -273,7 +273,7 @@ def forward(plan: KernelPlan, q, k, v, sinks, lists, operands):
         tiles = _List.of((columns_ref, counts_ref), b, h, i, TILE // columns)
         count = tiles.steps
 
-        def switch():  # lets the other warpgroup have the tensor cores
+        def switch():  # hands the tensor cores to the other warpgroup
             mg.barrier_arrive(turn)
             mg.barrier_wait(turn)
 
@@ -349,7 +349,7 @@ def forward(plan: KernelPlan, q, k, v, sinks, lists, operands):
 
 
 def _fetch_keys(refs, buffers, barriers, b, kv_head, tiles: _List, columns: int) -> Callable:
-    """The `fetch` of `_streamed` for keys and values."""
+    """Return the `fetch` of `_streamed` for keys and values."""
 
     def fetch(step, slot, waits):
         keys = pl.ds(tiles.start(step), columns)
@@ -367,7 +367,7 @@ def _kernel(plan: KernelPlan, name: str, body: Callable, out_type, grid: tuple[i
         body,
         out_type=out_type,
         grid=grid,
-        grid_names=("b", "h", "i"),  # the last one runs fastest
+        grid_names=("b", "h", "i"),  # the last one varies fastest
         num_threads=GROUPS + 1,
         thread_name="wg",
         scratch_types=scratch,
@@ -377,7 +377,7 @@ def _kernel(plan: KernelPlan, name: str, body: Callable, out_type, grid: tuple[i
 
 
 def backward_queries(plan: KernelPlan, q, k, v, do, m, delta, lists, operands):
-    """(dq, and for the `learned` operands that are not along keys the sums of rows `[B, H, T]`); m as `forward`'s."""
+    """Return (dq, row sums `[B, H, T]` of gradients of `learned` operands not along keys); m in `forward`'s unit."""
     batch, length, heads, size = q.shape
     columns, stages = TILES[size][1]
     shape, blocks, learned = (ROWS, columns), length // TILE, plan.learned_of(keys=False)
@@ -443,7 +443,7 @@ def backward_queries(plan: KernelPlan, q, k, v, do, m, delta, lists, operands):
 
 
 def backward_keys(plan: KernelPlan, q, k, v, do, m, delta, lists, operands):
-    """(dk, dv, and for the `learned` operands along keys the sums of rows `[B, Hk, Tk]`); m as `forward`'s."""
+    """Return (dk, dv, row sums `[B, Hk, Tk]` of gradients of `learned` operands along keys); m in `forward`'s unit."""
     (batch, length, kv_heads, size), group = k.shape, plan.group
     columns, stages = TILES[size][2]
     shape, blocks, learned = (ROWS, columns), length // TILE, plan.learned_of(keys=True)

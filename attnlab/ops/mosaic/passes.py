@@ -1,4 +1,4 @@
-"""The passes over arrays whose batch axes are one, `[B, T, H, D]`: their derivative, and `vmap`."""
+"""The passes over arrays with one batch axis, `[B, T, H, D]`: their derivative and `vmap`."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from attnlab.types import Array
 
 
 def _mapped(plan: KernelPlan, run: Callable, of_batch: tuple, others: tuple):
-    """run(plan, *of_batch, *others) with a rule for `vmap`: the mapped axis joins the batch.
+    """Call run(plan, *of_batch, *others) with a `vmap` rule that merges the mapped axis into the batch.
 
     Args:
       of_batch: arrays with an entry for each example; the first axis of `others` may be 1.
@@ -48,19 +48,19 @@ def _refuse(*_):
     raise ValueError("impl = 'mosaic' has no derivatives of second order: use impl='dense'")
 
 
-# A derivative rule of the passes themselves: JAX would not say this in words of its own.
+# A derivative rule of the passes themselves, because JAX's own error would not say this.
 _once = jax.custom_jvp(_mapped, nondiff_argnums=(0, 1))
 _once.defjvp(_refuse)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(plan: KernelPlan, q, k, v, sinks, learned: list[Array], fixed: list[Array], lists: tuple):
-    """(out `[B, T, H, D]`, (max, log_sum) `[B, T, H]`).
+    """Return (out `[B, T, H, D]`, (max, log_sum) `[B, T, H]`).
 
     Args:
       sinks: `[B or 1, H]`; zeros if the plan has none.
-      learned, fixed: the operands of the programs that have gradients, and all of them.
-      lists: of the tiles that a block of queries visits, and a block of keys; see `kernels`.
+      learned, fixed: the programs' operands that have gradients, and all operands.
+      lists: the tiles that each block of queries visits, and each block of keys; see `kernels`.
     """
     out, log_sums, _ = _run(plan, q, k, v, sinks, learned, fixed, lists)
     return out, log_sums
@@ -108,18 +108,18 @@ def _attention_backward(plan, residuals, cotangents):
 
 
 def _normalized(m: Array, total: Array, per_logit: float) -> tuple[Array, Array]:
-    """(m', c) of max and sum such that p is c·e^(s − m'), where the rows of d_out and δ take the c, and not each p.
+    """Return (m', c), from max and sum, such that p = c·e^(s − m'); c scales the rows of d_out and δ, not each p.
 
-    c is 1 but for rows whose max is so large that float32 would lose log Σ beside it; and 0 for empty rows, of m' +∞.
+    c is 1 unless a row's max is so large that float32 would lose log Σ beside it. Fully masked rows: c = 0, m' = +∞.
     """
-    is_visible, is_moderate = total > 0, abs(m) < 2**13  # which leaves 2⁻¹¹ of an exponent
+    is_visible, is_moderate = total > 0, abs(m) < 2**13  # where float32 resolves 2⁻¹¹ of an exponent
     total = jnp.where(is_visible, total, 1)
     c = jnp.where(is_visible, jnp.where(is_moderate, 1, 1 / total), 0)
     return jnp.where(is_visible, jnp.where(is_moderate, m + jnp.log2(total) * (per_logit / LOG2E), m), jnp.inf), c
 
 
 def _like(x: Array, operand: Array) -> Array:
-    """The sums `[B, H, T]` over the axes that an operand lacks, or where it has one entry."""
+    """Sum `[B, H, T]` over the axes that an operand lacks or that have one entry in it."""
     x = x if operand.ndim == 3 else x.sum(-1)
     return x.sum([n for n in (0, 1) if operand.shape[n] == 1], keepdims=True)
 

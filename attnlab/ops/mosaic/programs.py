@@ -1,7 +1,7 @@
-"""Masks and score mods as programs inside a kernel: functions of a tile, elementwise, and of operands that it loads.
+"""Masks and score mods as programs inside a kernel: elementwise functions of a tile and of operands that it loads.
 
-A mask or score mod is traced once for each shape of tiles, by its own `visible` or `apply`, on a tile that notes which
-arrays are taken, along which axes. So the same program serves tiles `[queries, keys]` and `[keys, queries]`.
+A mask or score mod is traced once per tile shape, by its own `visible` or `apply`, on a tile that records which arrays
+are taken along which axes. So the same program serves tiles `[queries, keys]` and `[keys, queries]`.
 """
 
 import functools
@@ -21,21 +21,21 @@ from attnlab.ops.tiles import padded
 from attnlab.types import Array
 
 LOG2E = math.log2(math.e)
-TILE = 128  # queries and keys of a tile of the schedule
-ROWS = 64  # rows of a warpgroup
+TILE = 128  # queries and keys per tile of the schedule
+ROWS = 64  # rows per warpgroup
 
-# What Mosaic lowers elementwise, or `_lowered` writes in such terms; all else mixes the scores of a tile.
+# Primitives that Mosaic lowers elementwise, or `_lowered` rewrites so; all others count as mixing a tile's scores.
 _ELEMENTWISE = {
     *("add", "sub", "mul", "div", "rem", "max", "min", "neg", "abs", "sign", "square", "integer_pow", "sqrt", "rsqrt"),
     *("exp", "exp2", "log", "log2", "tanh", "and", "or", "not", "xor", "eq", "ne", "lt", "le", "gt", "ge"),
     *("select_n", "clamp", "convert_element_type", "broadcast_in_dim"),
 }
-_PLACED = ("reshard", "pvary", "pcast")  # a number on a mesh
+_PLACED = ("reshard", "pvary", "pcast")  # place a number on a mesh
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 
 
 class RefusedError(Exception):
-    """Why a mask or score mod cannot run inside a kernel."""
+    """The reason why a mask or score mod cannot run inside a kernel."""
 
 
 class Operand(NamedTuple):
@@ -44,8 +44,8 @@ class Operand(NamedTuple):
     Attributes:
       along: "queries" or "keys", `[*batch or 1s, H or 1, length]`; "", a number for each head, `[*batch or 1s, H or
         1]`; or "blocks", `[*batch or 1s, H or 1, blocks of queries, Tk]`.
-      rows: the queries of a block.
-      is_learned: whether it is floating, of a score mod.
+      rows: queries per block.
+      is_learned: whether it is a floating array of a score mod.
     """
 
     along: str
@@ -54,17 +54,17 @@ class Operand(NamedTuple):
 
 
 class Program(NamedTuple):
-    """`trace(shape)` is the program of tiles of a shape, `(queries' index, keys' index, [scores,] *operands)`."""
+    """`trace(shape)` is the program for tiles of a shape, of `(query index, key index, [scores,] *operands)`."""
 
     trace: Callable
     operands: tuple[Operand, ...]
 
 
 def mask_program(call: AttentionCall) -> tuple[Program | None, list[Array]]:
-    """The program of which pairs are visible, and its operands; None where all are. Keys past the end are not.
+    """The program for the visible pairs, and its operands; None if all are visible. Keys past the end are masked.
 
     Raises:
-      RefusedError: the mask cannot be a program.
+      RefusedError: the mask cannot run inside a kernel.
     """
     is_ragged = bool(call.lengths[1] % TILE)
     if call.mask is None and not is_ragged:
@@ -80,7 +80,7 @@ def mask_program(call: AttentionCall) -> tuple[Program | None, list[Array]]:
 
 
 def mod_program(call: AttentionCall) -> tuple[Program | None, list[Array]]:
-    """The program of the score mods, of float32 scores, and its operands; None without mods. Raises RefusedError."""
+    """The program of the score mods on float32 scores, and its operands; None without mods. Raises RefusedError."""
     if not call.score_mods:
         return None, []
     mods = [_with_handles(mod) for mod in call.score_mods]
@@ -95,14 +95,14 @@ def mod_program(call: AttentionCall) -> tuple[Program | None, list[Array]]:
 
 
 def evaluate(program: ClosedJaxpr, *values):
-    """The results of a traced program, inside a kernel."""
+    """Evaluate a traced program inside a kernel."""
     results = jaxprs.evaluate(program, values, _lowered)
     return [_full(x, aval.shape) for x, aval in zip(results, program.out_avals)]
 
 
 def with_pullback(trace: Callable, shape: tuple[int, int], learned: tuple[int, ...]) -> tuple[Callable, Callable]:
-    """(forward, backward) of a mod: forward(q, k, scores, *operands) → (scores, residuals); backward(residuals, d) →
-    (d scores, and of the operands `learned`), each of the shape of the tile."""
+    """Return (forward, backward) of a mod: forward(q, k, scores, *operands) → (scores, residuals); backward(residuals,
+    d) → (d scores, *d of the `learned` operands), each in the shape of the tile."""
     program, structure = trace(shape), None
 
     def forward(q, k, scores, *operands):
@@ -135,14 +135,14 @@ def with_pullback(trace: Callable, shape: tuple[int, int], learned: tuple[int, .
 
 
 class _Handle:
-    """An array of a mask or mod while it is traced: taken along axes of the scores, it is an operand."""
+    """An array of a mask or mod while it is traced; taken along axes of the scores, it becomes an operand."""
 
     def __init__(self, array, index=()):
         self.array, self.index, self.tile = array, index, None
         self.dtype, self.shape, self.ndim = array.dtype, array.shape, array.ndim
 
     def on(self, tile):
-        """The handle, or the value of an array of shape ()."""
+        """The handle, or the array's value if its shape is ()."""
         if self.dtype not in (bool, jnp.int32) and not jnp.issubdtype(self.dtype, jnp.floating):
             raise RefusedError(f"an array of type {self.dtype}, which wraps otherwise than int32")
         self.tile = tile
@@ -168,7 +168,7 @@ def _with_handles(node):
 
 
 class _Tile:
-    """A tile that notes what is taken from it; the places of `attnlab.ops.tiles.Tile`."""
+    """A tile that records what is taken from it, with the coordinates of `attnlab.ops.tiles.Tile`."""
 
     def __init__(self, call: AttentionCall, shape, q, k, scores=None, values=None):
         self.call, self.shape, self.scores, self.values = call, shape, scores, values
@@ -221,9 +221,9 @@ class _Tile:
         return self._operand((id(x.array), size), of_keys, "blocks", size) != 0
 
     def apply(self, fn, coordinates, arrays, kind):
-        """A function of scalars at all points; its arrays are indexed by coordinates alone.
+        """Apply a function of scalars at all points; its arrays may be indexed only by coordinates.
 
-        It is called at one point to find its operands, and is then a function of scalars of these, too.
+        A first call at one point finds its operands, whose scalars are then arguments of the function, too.
         """
 
         def at_point(coordinates, operand: Callable):
@@ -247,7 +247,7 @@ class _Tile:
         return result
 
     def indexed(self, handle: _Handle):
-        """An operand of an array at `[example or a number, head, query or key]`, in any order."""
+        """The operand for an array indexed by `[example or a number, head, query or key]`, in any order."""
         names = {id(x): name for name, x in zip("bhqk", self.coordinates)}
         index = [names.get(id(x), x) for x in handle.index]
         if any(not isinstance(x, str | int | np.integer) for x in index):
@@ -285,7 +285,7 @@ class _Tile:
         return (1,) * len(self.call.batch)
 
     def _with_lead(self, x, rank):
-        """`[*batch or 1s, H or 1, …]` of an array that may lack the axes before its last `rank`, or the head's."""
+        """Add to x the axes of `[*batch or 1s, H or 1, …]` that it lacks before its last `rank`, and the head axis."""
         if x.ndim == rank - 1:
             x = x[None]
         return x if x.ndim == rank + len(self.call.batch) else x.reshape(*self._ones, *x.shape)
@@ -302,7 +302,7 @@ class _Tile:
 
 
 def _as_word(x):
-    """float32 for floating types, int32 for others."""
+    """Convert floating types to float32, others to int32."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         return jnp.asarray(x, jnp.float32)
     if x.dtype.itemsize > 4 or (x.dtype.itemsize == 4 and not jnp.issubdtype(x.dtype, jnp.signedinteger)):
@@ -328,7 +328,7 @@ def _recorded(function: Callable, call: AttentionCall, scores: bool = False) -> 
         return function(tile), tile.operands
 
     places = [jnp.int32, jnp.int32, *[jnp.float32] * scores]
-    try:  # a user's function may fail in any way on a tile of all points at once
+    try:  # a user-defined function may raise anything on a tile of all points at once
         _, found = on_tile((ROWS, ROWS), None, *(jnp.zeros((ROWS, ROWS), dtype) for dtype in places))
     except RefusedError:
         raise
@@ -373,7 +373,7 @@ def _require_elementwise(closed) -> None:
 
 
 def _lowered(equation, values) -> list | None:
-    """The results of an equation in Mosaic's terms: booleans in 32 bits, tanh by one exponential."""
+    """Evaluate an equation in terms that Mosaic lowers: booleans in 32 bits, tanh by one exponential."""
     name, out = equation.primitive.name, equation.outvars[0].aval
     if name in _CALLS:
         return jaxprs.evaluate(jaxprs.inner(equation), values, _lowered)
@@ -381,7 +381,7 @@ def _lowered(equation, values) -> list | None:
         return [tanh(values[0])]
     if name in _PLACED or (name == "broadcast_in_dim" and not jnp.ndim(values[0])):
         return values
-    if name == "reshape" and out.shape == equation.invars[0].aval.shape:  # of a derivative on a mesh
+    if name == "reshape" and out.shape == equation.invars[0].aval.shape:  # from a derivative on a mesh
         return values
     if name == "add_any":
         return [values[0] + values[1]]
@@ -408,5 +408,5 @@ def _as_integer(x):
 
 
 def tanh(x):
-    """tanh to float32 rounding of 1, where the device's own costs several times as much."""
+    """tanh to within float32 rounding of 1; the device's own tanh costs several times as much."""
     return 1 - 2 / (jnp.exp2(x * (2 * LOG2E)) + 1)

@@ -1,8 +1,8 @@
 """The linear recurrence that linear attention, Mamba-2, GLA, DeltaNet and their relatives have in common.
 
-Files: `terms` and `call` (the arrays of a call), `recurrent` (the specification), `chunked` (what runs on CPUs),
-`parallel` (what runs on accelerators), `jla` (kernels of another library), `decays`, `by_feature`, `substitution` and
-`products` (the parts of a chunk), `segments` (states of packed sequences), `devices` (sequences that are split).
+Files: `terms` and `call` (the arrays of a call), `recurrent` (the specification), `chunked` (for CPUs), `parallel`
+(for accelerators), `jla` (kernels of another library), `decays`, `by_feature`, `substitution` and `products` (the parts
+of a chunk), `segments` (states of packed sequences), `devices` (sequences split over devices).
 """
 
 import functools
@@ -22,13 +22,13 @@ from attnlab.ops.recurrence.call import RecurrenceCall
 from attnlab.ops.recurrence.terms import Terms, fitting, scaled, starts_of, terms_of, within_lengths
 from attnlab.types import Array
 
-# In the order of preference of "auto"; see `call` for what a backend is.
+# In the order in which "auto" prefers them; `call` defines a backend.
 _BACKENDS = {"recurrent": recurrent, "jla": jla, "parallel": parallel, "chunked": chunked}
-# Tokens of a chunk. On an EPYC's two cores gradients of decays by feature, whose scores take products at each halving,
-# take 0.71 to 0.93 of the time with 16 tokens in place of 32 (without erasure 0.87 and 1.07); on an H100 chunks of 128
-# took four times as long as of 64 (November 2026).
+# Tokens per chunk. On two EPYC cores gradients with decays by feature, whose scores take products at each halving, take
+# 0.71 to 0.93 of the time with 16 tokens instead of 32 (0.87 and 1.07 without erasure). On an H100 chunks of 128 took
+# four times as long as chunks of 64 (November 2026).
 CHUNKS = {"chunked": 32, "parallel": 64}
-_BY_FEATURE = 16  # of "chunked"
+_BY_FEATURE = 16  # for "chunked" with decays by feature
 
 
 @checks.known_keywords
@@ -52,37 +52,37 @@ def linear_recurrence(
 
     It is the causal core of linear attention and RetNet (e = 0, g fixed), Mamba-2 (g per head), GLA (g per feature),
     DeltaNet and Gated DeltaNet (`beta`), Kimi Delta Attention (`beta`, g per feature) and RWKV-7 (`erase`): see
-    docs/guide/mixers.md. There is no feature map and no normalization; `linear_attention` has both. It computes in
-    float32 (float64 for float64), but for the products of "parallel", and takes time and memory linear in T.
+    docs/guide/mixers.md. There is no feature map and no normalization; `linear_attention` has both. The
+    computation is in float32 (float64 for float64), except products of "parallel"; time and memory are linear in T.
 
     Args:
       q: `[..., T, HQ, K]`.
       k: `[..., T, H, K]`.
-      v: `[..., T, HV, V]`. HQ and HV are multiples of H, and one of the two is a multiple of the other: key head
-        h // (HV / H) writes to state h, and the smaller number of queries and states is repeated in the same way.
-      g: log of the decay, at most 0: `[..., T, HV]`, or `[..., T, HV, K]` for each feature of the keys; None for 0.
-      beta: `[..., T, HV]`, the step of the delta rule: e = βk, r = k, and βk is what is written in place of k. The
-        state stays bounded for β‖k‖² ≤ 2.
-      erase: (e, r), each `[..., T, HV, K]`, in place of `beta`.
+      v: `[..., T, HV, V]`. HQ and HV are multiples of H, and one of HQ and HV is a multiple of the other. Key head
+        h // (HV / H) writes to state h; queries or states, whichever are fewer, are repeated in the same way.
+      g: log of the decay, at most 0: `[..., T, HV]`, or `[..., T, HV, K]` per feature of the keys; None for 0.
+      beta: `[..., T, HV]`, the step of the delta rule: e = βk, r = k, and βk is written instead of k. The state stays
+        bounded for β‖k‖² ≤ 2.
+      erase: (e, r), each `[..., T, HV, K]`, instead of `beta`.
       scale: factor of the queries; None for 1/√K.
-      segment_ids: `[..., T]`: where the id differs from the one before, a token starts from an empty state.
-      lengths: `[...]`, tokens from this index on are padding: their outputs are 0 and the state does not see them.
+      segment_ids: `[..., T]`; a token whose id differs from the previous token's starts from an empty state.
+      lengths: `[...]`; tokens from this index on are padding: their outputs are 0 and the state ignores them.
       state: `[..., HV, K, V]`, before the first token; None for zeros.
-      return_state: True also returns the last state; "segments" the last state of each segment, in order, for which
-        `segment_ids` must not be traced.
-      impl: "chunked", one chunk after another; "parallel", all chunks at once but for their states, whose products have
+      return_state: True also returns the last state; "segments" returns the last state of each segment, in order, and
+        needs `segment_ids` that are not traced.
+      impl: "chunked", one chunk after another; "parallel", all chunks at once except their states, with product
         operands of the type of q, k and v; "recurrent", the specification, which stores a state for each token when
         differentiated; "jla", the kernels of jax-linear-attention on a Hopper GPU; "auto", "recurrent" for a few
         tokens, else "parallel" on GPUs and TPUs, "chunked" on CPUs.
-      chunk_size: tokens of a chunk; None for 32, 16 where g is by feature, and 64 of "parallel".
+      chunk_size: tokens per chunk; None for 32 ("chunked"; 16 if g is by feature) or 64 ("parallel").
 
     Returns:
       `[..., T, max(HQ, HV), V]` in v's type. With return_state also the state `[..., HV, K, V]`, float32 or float64;
-      with "segments" `[..., S, HV, K, V]`, S the largest number of segments of a sequence, zeros after its last.
+      with "segments" `[..., S, HV, K, V]`, where S is the most segments of a sequence and missing segments are zeros.
 
     Raises:
-      ValueError: shapes, types or values that do not fit.
-      TypeError: forward-mode derivatives of "chunked" and "parallel".
+      ValueError: shapes, types or values do not fit.
+      TypeError: "chunked" and "parallel" have no forward-mode derivatives.
 
     >>> q, k = jax.random.normal(jax.random.key(0), (2, 1, 100, 4, 8))
     >>> k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
@@ -117,7 +117,7 @@ def _recur(q, k, v, g, beta, erase, scale, segment_ids, lengths, state, *, impl,
     size = _chunk_size(impl, chunk_size, terms)
     with counting.scope():
         out, last, entering = _run(impl, call, state, size)
-    # A product writes to the state, one for each query reads it, and an erasure reads and writes.
+    # One product writes to the state, one per query reads it, and an erasure both reads and writes.
     (queries, values), erasures = out.shape[-2:], 2 * (terms.case != "no erasure")
     out = counting.marked(out, lambda: 2 * math.prod(state.shape[-2:]) * (1 + queries + erasures) / (queries * values))
     out = out.reshape(*out.shape[:-3], max(q.shape[-2], v.shape[-2]), out.shape[-1])
@@ -132,7 +132,7 @@ def _recur(q, k, v, g, beta, erase, scale, segment_ids, lengths, state, *, impl,
 
 
 def _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state):
-    """(Terms, the state before the first token, how `context_parallel` splits the call or None)."""
+    """Return (terms, the state before the first token, how `context_parallel` splits the call or None)."""
     terms = terms_of(q, k, v, g, beta, erase)
     *batch, length, heads, values = terms.v.shape
     state = fitting("state", state, (*batch, heads, terms.k.shape[-1], values))
@@ -151,13 +151,13 @@ def _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state):
         before = devices.from_before(split, segment_ids[..., -1:], segment_ids[..., :1]) if is_shard else None
         terms = terms._replace(starts=starts_of(segment_ids, before))
     terms = within_lengths(terms, lengths, devices.index(split) * length if is_shard else 0)
-    # Not before padding is 0, because 0 · NaN would reach the derivative of the scale.
-    # Within `shard_map`, loops need all to vary over the same axes.
+    # Scaled only after padding is 0, because 0 · NaN would reach the derivative of the scale.
+    # Within `shard_map`, loops need all arrays to vary over the same axes.
     return *meshes.equally_varying((scaled(terms, scale), state.astype(terms.v.dtype))), split
 
 
 def _choose(impl: str, call: RecurrenceCall) -> Explanation:
-    """The backend that runs, and the reasons against the others; ValueError if `impl` names one that cannot."""
+    """Return the backend to run and the reasons against others; raise ValueError if `impl` names one that cannot."""
     if impl not in ("auto", *_BACKENDS):
         raise ValueError(f"impl = {impl!r}: expected one of auto, {', '.join(_BACKENDS)}")
     rejected = {name: backend.reason_against(call) for name, backend in _BACKENDS.items()}
@@ -170,7 +170,7 @@ def _choose(impl: str, call: RecurrenceCall) -> Explanation:
 
 
 def _chunk_size(impl: str, chunk_size: int | None, terms: Terms) -> int:
-    """The tokens of a chunk."""
+    """The number of tokens per chunk."""
     if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size = {chunk_size!r}: expected an integer number of tokens, 1 or more")
     by_feature = terms.g is not None and terms.g.shape[-1] > 1
@@ -179,7 +179,7 @@ def _chunk_size(impl: str, chunk_size: int | None, terms: Terms) -> int:
 
 
 def _run(impl: str, call: RecurrenceCall, state, size: int):
-    """(Outputs `[..., T, H, G, V]`, the last state, the states before each chunk or None)."""
+    """Return (outputs `[..., T, H, G, V]`, the last state, the states before each chunk or None)."""
     if impl == "recurrent" or not call.length:
         return *recurrent.run(call.terms, state), None
     if impl == "jla":
@@ -191,7 +191,7 @@ def _run(impl: str, call: RecurrenceCall, state, size: int):
 
 
 def explain(q, k, v, g=None, beta=None, *, impl="auto", chunk_size=None, platform=None, **named) -> Explanation:
-    """The form that `linear_recurrence` would run for these arguments, and the reasons against the others.
+    """The backend that `linear_recurrence` would run for these arguments, and the reasons against the others.
 
     `platform` is "cpu", "gpu" or "tpu"; None for the one that the call is compiled for.
     """

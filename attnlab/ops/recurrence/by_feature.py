@@ -1,8 +1,8 @@
 """Scores whose decays differ by feature: P_tj = Σ_c rows_tc · columns_jc · exp(g_{j+1,c} + … + g_tc) for j ≤ t.
 
-No factor that depends on a row alone, times one that depends on a column alone, has exponents that are at most 0. So
-the tokens are halved again and again: between the halves of a part the decay is split where the second half begins,
-which makes products of two factors of at most 1, and a pair of tokens belongs to the level at which it is parted.
+The decays do not split into row factors and column factors whose exponents are all at most 0. So the tokens
+are halved recursively: between the two halves of a part, the decay is split where the second half begins, which gives
+two factors of at most 1. A pair of tokens belongs to the level whose halving separates it.
 """
 
 import functools
@@ -16,7 +16,7 @@ from attnlab.types import Array, DType
 
 
 def scores(rows: Array, columns: Array, g: Array, operand: DType | None = None) -> Array:
-    """P `[..., R, C, N]`, 0 where j > t.
+    """The scores P `[..., R, C, N]`, 0 where j > t.
 
     Args:
       rows: `[..., R, C, K]`, R sets of rows.
@@ -27,7 +27,7 @@ def scores(rows: Array, columns: Array, g: Array, operand: DType | None = None) 
     each = functools.partial(product, "...rtk,...jk->...rtj", operand=operand)
     size, sets = g.shape[-2], columns.shape[-2] // g.shape[-2]
     found = jnp.where(np.tile(np.eye(size, dtype=bool), sets), each(rows, columns), 0)
-    # One by one: on CPUs XLA's sums over an axis of levels, or over slices of it, take longer than all the rest.
+    # Level by level: on CPUs XLA's sums over an axis of levels, or over slices of it, take longer than all the rest.
     for spans, pairs in _levels(size):
         decay = jnp.exp(over(spans, g))
         of_columns = columns * jnp.concatenate([decay] * sets, axis=-2)
@@ -36,7 +36,7 @@ def scores(rows: Array, columns: Array, g: Array, operand: DType | None = None) 
 
 
 def _levels(size: int):
-    """Of each level, whose parts have 2, 4, … of C tokens, as NumPy arrays `[C, C]`.
+    """Iterate over the levels, whose parts have 2, 4, … of C tokens, as pairs of NumPy arrays `[C, C]`.
 
     Yields:
       the tokens between each token and the middle of its part; the pairs (t, j) in the second and first half of a part.

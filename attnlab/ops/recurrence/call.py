@@ -1,8 +1,8 @@
-"""A call of the recurrence, as its backends see it.
+"""A call of the recurrence, as its backends take it.
 
-A backend is a module with `run`, `reason_against(call)`, the reason why it cannot run a call, or None, and
-`untried(call)`, the reason why "auto" leaves a call to others, or None. Code that has not run on the hardware it is for
-runs only when `impl` names it.
+A backend is a module with `run`; `reason_against(call)`, which returns why it cannot run a call, or None; and
+`untried(call)`, which returns why "auto" leaves a call to other backends, or None. Code that has not run on its target
+hardware runs only when `impl` names it.
 """
 
 from typing import NamedTuple
@@ -13,10 +13,10 @@ from attnlab.types import DType
 
 
 class RecurrenceCall(NamedTuple):
-    """The arrays of a call, and where they are.
+    """The arrays of a call and where they are.
 
     Attributes:
-      terms: with their heads repeated and q scaled, in float32 or wider.
+      terms: the arrays with heads repeated and q scaled, in float32 or wider.
       operand: the type of q, k and v.
       split: how `context_parallel` splits the sequence; None if it does not.
       platform: "cpu", "gpu" or "tpu".
@@ -29,5 +29,5 @@ class RecurrenceCall(NamedTuple):
 
     @property
     def length(self) -> int:
-        """T."""
+        """The number of tokens, T."""
         return self.terms.v.shape[-3]

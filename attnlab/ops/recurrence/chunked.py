@@ -1,12 +1,12 @@
 """The linear recurrence chunk by chunk: products within a chunk, and one state from chunk to chunk.
 
-Within a chunk let W be the rows that are erased, w_t = r_tᵀ diag(exp g_t) S_{t−1}, and P^{ab} the scores
+Within a chunk, let W be the erased rows, w_t = r_tᵀ diag(exp g_t) S_{t−1}, and P^{ab} the scores
 a_t·b_j·exp(G_t − G_j). With S the state before the chunk, r' and q' decayed up to their token (Yang et al. 2024, 2025),
 
     (I + P^{re}) W = r' S + P^{rk} V,       O = q' S + P^{qk} V − P^{qe} W
 
-where P^{re} and P^{rk} have the pairs j < t, the others j ≤ t. In the delta rule e = βk and r = k are the keys, so one
-unknown U = V − W needs two sets of scores: (I + P^{kk} β) U = V − k' S.
+where P^{re} and P^{rk} have the pairs j < t, the others j ≤ t. In the delta rule e = βk and r = k are the keys, so a
+single unknown U = V − W needs only two sets of scores: (I + P^{kk} β) U = V − k' S.
 
 A chunk is an affine map of the state: S becomes M S + N. `summary` is that map for any number of tokens.
 """
@@ -22,11 +22,11 @@ from attnlab.ops.recurrence.decays import Decays
 from attnlab.ops.recurrence.substitution import solve
 from attnlab.ops.recurrence.terms import Terms
 
-_NOTHING = -750.0  # a log whose exponential is 0, in float64 too
+_NOTHING = -750.0  # a log whose exponential is 0, also in float64
 
 
 def reason_against(call: RecurrenceCall) -> str | None:
-    """See `call`: it runs all calls."""
+    """See `call`; this backend runs all calls."""
     return None
 
 
@@ -36,7 +36,7 @@ def untried(call: RecurrenceCall) -> str | None:
 
 
 def run(terms: Terms, state, size: int):
-    """(Outputs `[..., T, H, G, V]`, the last state `[..., H, K, V]`, the state before each chunk of `size` tokens)."""
+    """Return (outputs `[..., T, H, G, V]`, last state `[..., H, K, V]`, state before each chunk of `size` tokens)."""
     *batch, length = terms.v.shape[:-2]
     chunks = jax.tree.map(functools.partial(by_chunk, time=len(batch), size=size), with_finite_logs(terms))
     out, last, entering = _over_chunks(chunks, state)
@@ -44,9 +44,9 @@ def run(terms: Terms, state, size: int):
 
 
 def summary(run: Callable, terms: Terms, size: int):
-    """(M `[..., H, K, K]`, N `[..., H, K, V]`) with which T tokens turn a state S into M S + N, by a schedule `run`.
+    """Return (M `[..., H, K, K]`, N `[..., H, K, V]`) such that T tokens map a state S to M S + N, by `run`.
 
-    Columns of a state do not mix: M is the state after the tokens if they find the identity and write nothing.
+    Columns of a state do not mix, so M is the state after tokens that start from the identity and write nothing.
     """
     *batch, _, heads, features = terms.k.shape
     shape = (*batch, heads, features, terms.v.shape[-1])
@@ -57,7 +57,7 @@ def summary(run: Callable, terms: Terms, size: int):
 
 
 def with_finite_logs(terms: Terms) -> Terms:
-    """The terms with segments as decays that leave nothing, and no log so low that sums or products with 0 are NaN."""
+    """The terms with segment starts as decays to 0, and no log so low that sums or products with 0 would be NaN."""
     g, starts = terms.g, terms.starts
     if starts is not None:
         starts = starts[..., None, None]
@@ -66,7 +66,7 @@ def with_finite_logs(terms: Terms) -> Terms:
 
 
 def by_chunk(x, time, size):
-    """`[..., T, …]` to `[n, ..., C, …]`: zeros at the end, which are padding."""
+    """Cut `[..., T, …]` into chunks `[n, ..., C, …]`, with zeros at the end as padding."""
     count = -(-x.shape[time] // size)
     padding = [(0, 0)] * x.ndim
     padding[time] = (0, count * size - x.shape[time])
@@ -75,7 +75,7 @@ def by_chunk(x, time, size):
 
 
 def joined(x, shape, size):
-    """`[n, ..., C, …]` to `[..., T, …]`, of shape (..., T): the inverse of `by_chunk`."""
+    """Join chunks `[n, ..., C, …]` to `[..., T, …]`, where `shape` is (..., T): the inverse of `by_chunk`."""
     *batch, length = shape
     x = jnp.moveaxis(x, 0, len(batch))
     x = x.reshape(*batch, x.shape[len(batch)] * size, *x.shape[len(batch) + 2 :])
@@ -97,7 +97,7 @@ def _forward(chunks, state):
 
 
 def _backward(residuals, cotangents):
-    """From the last chunk to the first: each is computed again from the state before it, the only thing stored."""
+    """Go from the last chunk to the first, and recompute each from the state before it, the only thing stored."""
     chunks, entering = residuals
     d_out, d_last, d_entering = cotangents
 
@@ -115,7 +115,7 @@ _over_chunks.defvjp(_forward, _backward)
 
 
 def _chunk(state, terms: Terms):
-    """(The state after a chunk, its outputs `[..., C, H, G, V]`), with terms `[..., C, H, (G,) F]`."""
+    """Return (the state after a chunk, its outputs `[..., C, H, G, V]`), from terms `[..., C, H, (G,) F]`."""
     time = state.ndim - 3
     terms = jax.tree.map(lambda x: jnp.moveaxis(x, time, -2), terms)
     state, out = _CASES[terms.case](state, terms, Decays(terms.g))

@@ -1,8 +1,8 @@
-"""Decays within a chunk, as factors of products: none, one a head, or one for each feature of the keys.
+"""Decays within a chunk, as factors of products: none, one per head, or one per feature of the keys.
 
-A decay between two tokens is the exponential of a sum of logs that are at most 0, summed over the tokens between the
-two. A difference of two running sums would be less, and wrong: the digits of what was before both are lost in it, and
-behind a token that resets the state none is left.
+The decay between two tokens is the exponential of a sum of logs, each at most 0, over the tokens between them. A
+difference of two running sums would be cheaper but wrong: digits are lost to the sum before both tokens, and after a
+token that resets the state none is left.
 """
 
 from typing import NamedTuple
@@ -18,20 +18,20 @@ from attnlab.types import Array, DType
 class Decays(NamedTuple):
     """The decays of a chunk of C tokens: their finite logs g, `[..., H, C, 1]` or `[..., H, C, K]`; None for 0.
 
-    `operand` is the type of the operands of scores, see `product`.
+    `operand` is the type of the scores' operands; see `product`.
     """
 
     g: Array | None
     operand: DType | None = None
 
     def read(self, rows, state):
-        """rows `[..., H, R, C, K]` times the state before the chunk decayed up to each row, `[..., H, R, C, V]`."""
+        """Multiply rows `[..., H, R, C, K]` by the entering state decayed up to each row: `[..., H, R, C, V]`."""
         if self._by_feature:
             return self.from_start(rows) @ state[..., None, :, :]
         return self.from_start(rows @ state[..., None, :, :])
 
     def write(self, state, *writes):
-        """The state after the chunk, `[..., K, V]`: what was before and, of each pair, keys `[..., C, K]`ᵀ values."""
+        """The state after the chunk, `[..., K, V]`: the entering state plus keys `[..., C, K]`ᵀ values of each pair."""
         state = state if self.g is None else state * self.whole[..., None]
         for keys, values in writes:
             keys, values = (self.to_end(keys), values) if self._by_feature else (keys, self.to_end(values))
@@ -39,13 +39,13 @@ class Decays(NamedTuple):
         return state
 
     def from_start(self, rows):
-        """rows `[..., H, R, C, F]`, each decayed from before the chunk to its token; F is K or, of heads, any."""
+        """Decay rows `[..., H, R, C, F]` from before the chunk to their tokens; F is K, or any for decays per head."""
         if self.g is None:
             return rows
         return rows * jnp.exp(over(jnp.tri(self.g.shape[-2]), self.g))[..., None, :, :]
 
     def to_end(self, rows):
-        """rows `[..., H, C, F]`, each decayed from its token to the end of the chunk."""
+        """Decay rows `[..., H, C, F]` from their tokens to the end of the chunk."""
         if self.g is None:
             return rows
         return rows * jnp.exp(over(jnp.tri(self.g.shape[-2], k=-1).T, self.g))

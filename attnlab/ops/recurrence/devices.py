@@ -1,7 +1,7 @@
-"""A linear recurrence over a sequence that `attnlab.context_parallel` splits over devices.
+"""The linear recurrence over a sequence that `attnlab.context_parallel` splits over devices.
 
-Each device turns its tokens into their affine map of a state (`chunked.summary`). The maps, whose size does not depend
-on the length, go to all devices: each composes those before its tokens and then has the state to begin with.
+Each device summarizes its tokens as an affine map of the state (`chunked.summary`). All devices gather the maps, whose
+size does not depend on the length. Each composes the maps of earlier tokens to get its initial state.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from attnlab.ops.recurrence.terms import Terms
 
 
 def over_devices(run: Callable, call: ShardedCall, terms: Terms, state, size: int):
-    """(Outputs `[..., T, H, G, V]`, the last state `[..., H, K, V]`), of the whole call or of a shard; by `run`."""
+    """Return (outputs `[..., T, H, G, V]`, last state `[..., H, K, V]`) of the whole call or of a shard, by `run`."""
     axis = call.context.axis
 
     def of_shard(terms, state):
@@ -42,11 +42,11 @@ def over_devices(run: Callable, call: ShardedCall, terms: Terms, state, size: in
 
 
 def index(call: ShardedCall):
-    """The number of this device in the order of the sequence, within a `shard_map`."""
+    """The index of this device in sequence order, within a `shard_map`."""
     return lax.axis_index(call.context.axis)
 
 
 def from_before(call: ShardedCall, x, otherwise):
-    """x of the device with the tokens before this one's, within a `shard_map`, and `otherwise` on the first."""
+    """x of the previous device in sequence order, or `otherwise` on the first device, within a `shard_map`."""
     moved = lax.ppermute(x, call.context.axis, [(n, n + 1) for n in range(call.devices - 1)])
     return jnp.where(index(call) == 0, otherwise, moved)

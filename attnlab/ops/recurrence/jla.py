@@ -1,9 +1,9 @@
-"""Adapter to the kernels of jax-linear-attention, which run on NVIDIA's Hopper.
+"""Adapter to the kernels of jax-linear-attention, which run on NVIDIA's Hopper GPUs.
 
-On CPUs its portable form runs in their place, for tests. Held to the specification (`check_recurrence`, bfloat16, 64
-features) that form is right, but for the gradient of decays: where a token keeps e^−20 of the state it is off by 700
-times its bound, lost in differences of running sums. So this gradient is refused. The kernels have not been run by
-attnlab: "auto" never takes them.
+On CPUs the library's portable form runs instead, for tests. Compared with the specification (`check_recurrence`,
+bfloat16, 64 features), that form is correct except for the gradient of decays: where a token keeps e^−20 of the state,
+its error is 700 times the bound, from cancellation in differences of running sums. So this gradient is refused. attnlab
+has not run the kernels, so "auto" never chooses them.
 """
 
 import importlib.metadata
@@ -15,7 +15,7 @@ from attnlab.ops.platforms import is_hopper
 from attnlab.ops.recurrence.call import RecurrenceCall
 
 VERSION = "0.1.0"
-# e^−60 is 0 beside any number that bfloat16 adds it to; its own sums of −∞ would be NaN.
+# e^−60 is 0 beside any number that bfloat16 adds it to; the library's sums of −∞ would be NaN.
 LOWEST = -60.0
 _KINDS = {  # by the case and whether decays differ by feature
     ("no erasure", False): "simple_gla",
@@ -51,7 +51,7 @@ def untried(call: RecurrenceCall) -> str | None:
 
 
 def run(call: RecurrenceCall, state):
-    """(Outputs `[..., T, H, 1, V]`, the last state `[..., H, K, V]`), from the state before the first token."""
+    """Return (outputs `[..., T, H, 1, V]`, the last state `[..., H, K, V]`), from the state before the first token."""
     from jla import ops
 
     terms, operand, batch = call.terms, call.operand, call.terms.v.shape[:-3]
@@ -62,7 +62,7 @@ def run(call: RecurrenceCall, state):
     if terms.case == "general":
         e, r = (_flat(x, batch) for x in terms.erase)
         g = jnp.zeros_like(e) if g is None else jnp.broadcast_to(g, e.shape)
-        # Its S becomes diag(exp w) S + b (aᵀ S) + k vᵀ.
+        # The library's S becomes diag(exp w) S + b (aᵀ S) + k vᵀ.
         kind, gates = "rwkv7", {"w": g, "a": r * jnp.exp(g), "b": -e}
     else:
         kind = _KINDS[terms.case, by_feature]
@@ -98,7 +98,7 @@ _without_gradient.defvjp(lambda g: (g, None), _refuse)
 
 
 def _flat(x, batch):
-    """An array with one axis for all of the batch."""
+    """Merge the batch axes into one."""
     return x.reshape(-1, *x.shape[len(batch) :])
 
 

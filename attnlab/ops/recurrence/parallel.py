@@ -1,15 +1,15 @@
-"""The linear recurrence for accelerators: all chunks at once, and one scan over states alone.
+"""The linear recurrence for accelerators: all chunks at once, and one scan over states only.
 
-With S the state before a chunk, every member of the family is (`chunked` has the terms, and P, q' and r' as there)
+With S the state before a chunk, every member of the family is (with the terms, P, q' and r' of `chunked`)
 
     X = U + W S,        O = q' S + P X,        S becomes a ∘ S + k'ᵀ X
 
-X is what the chunk writes, k' its keys decayed to its end. U, W, P, q', k' and a do not depend on S: they are products
-of batches over all chunks, and S takes two small products a chunk, of several groups of chunks at once. Without erasure
-W is 0 and the scan associative.
+X is what the chunk writes, and k' its keys decayed to its end. U, W, P, q', k' and a do not depend on S, so they are
+batched products over all chunks. S takes two small products per chunk, for several groups of chunks at once. Without
+erasure, W is 0 and the scan is associative.
 
 Products have operands of the inputs' type and sums in float32; decays, inverses and states are float32. The gradient
-computes all of it again: only the arrays of the call and its outputs are stored.
+recomputes everything: only the arrays of the call and its outputs are stored.
 """
 
 import functools
@@ -33,7 +33,7 @@ class Inside(NamedTuple):
 
     Attributes:
       q: q', `[n, ..., H, G, C, K]`.
-      p: P, `[n, ..., H, G, C, N]`, by the N rows of X.
+      p: P, `[n, ..., H, G, C, N]`, for the N rows of X.
       k: k', `[n, ..., H, N, K]`.
       u: U, `[n, ..., H, N, V]`.
       w: W, `[n, ..., H, N, K]`; None for 0.
@@ -49,7 +49,7 @@ class Inside(NamedTuple):
 
 
 def reason_against(call: RecurrenceCall) -> str | None:
-    """See `call`: it runs all calls."""
+    """See `call`; this backend runs all calls."""
     return None
 
 
@@ -59,9 +59,9 @@ def untried(call: RecurrenceCall) -> str | None:
 
 
 def run(terms: Terms, state, size: int, operand: DType):
-    """(Outputs `[..., T, H, G, V]`, the last state `[..., H, K, V]`, the state before each chunk of `size` tokens).
+    """Return (outputs `[..., T, H, G, V]`, last state `[..., H, K, V]`, state before each chunk of `size` tokens).
 
-    `operand` is the type of the products' operands; sums are in float32, or wider.
+    `operand` is the type of the products' operands; sums are in float32 or wider.
     """
     out, last, entering = _run(terms, state, size, operand)
     return joined(out, terms.v.shape[:-2], size), last, entering
@@ -111,14 +111,14 @@ _CASES = {"no erasure": _plain, "symmetric": _symmetric, "general": _general}
 
 # -------------------------------------------------------------------------------------------------------------- states
 
-# Chunks of a group, M. With erasure n states take 2·M + n / M turns: groups run at once from [I | 0], which gives the
-# map of each; one scan over these gives the state before each group; and groups run at once again, from their states.
+# Chunks per group, M. With erasure, n states take 2·M + n / M steps: all groups run at once from [I | 0], which gives
+# their maps; a scan over the maps gives the state before each group; all groups run at once again, from these states.
 _GROUP = 8
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _states(operand, k, u, w, a, state):
-    """(The state before each chunk `[n, ..., H, K, V]`, X `[n, ..., H, N, V]`, the last state)."""
+    """Return (the state before each chunk `[n, ..., H, K, V]`, X `[n, ..., H, N, V]`, the last state)."""
     return _forward(operand, k, u, w, a, state)[0]
 
 
@@ -133,7 +133,7 @@ def _forward(operand, k, u, w, a, state):
     def step(state, chunk):
         k, u, w, a = chunk
         x, fewer = product("...nk,...kv->...nv", w, state, operand), u.shape[-1]
-        x = jnp.concatenate([x[..., :-fewer], x[..., -fewer:] + u], axis=-1)  # the first columns only pass
+        x = jnp.concatenate([x[..., :-fewer], x[..., -fewer:] + u], axis=-1)  # u adds to the last columns only
         return _decayed(a, state) + product("...nk,...nv->...kv", k, x, operand), (state, x)
 
     chunks, starts, maps = _grouped(k, u, w, a), state[None], None
@@ -150,7 +150,7 @@ def _forward(operand, k, u, w, a, state):
 
 
 def _backward(operand, residuals, cotangents):
-    """The same form in reverse, for the cotangent of the state after each chunk; all else is products of batches."""
+    """Run the same form in reverse for the cotangent of the state after each chunk; the rest is batched products."""
     k, w, a, maps, entering, x = residuals
     d_entering, d_x, d_last = cotangents
     if w is None:
@@ -186,9 +186,9 @@ _states.defvjp(_forward, _backward)
 
 
 def _grouped(k, u, w, a, *others):
-    """Arrays of n chunks `[n, ...]` as `[M, n / M, ...]`: the first of each group, the second, …
+    """Regroup arrays of n chunks `[n, ...]` as `[M, n / M, ...]`: the first chunk of each group, the second, …
 
-    Chunks that fill up the last group change no state. Fewer than two groups are one.
+    Chunks that pad the last group change no state. Chunks for fewer than two groups form one group.
     """
     size = _GROUP if len(k) >= 2 * _GROUP else len(k)
 
@@ -206,7 +206,7 @@ def _flat(x):
 
 
 def _starts(maps, added, state, reverse=False):
-    """The state before each group, which takes S to `maps S + added`; with `reverse` after each."""
+    """The state before each group, which maps S to `maps S + added`; with `reverse`, the state after each."""
     return lax.scan(lambda s, group: (group[0] @ s + group[1], s), state, (maps, added), reverse=reverse)[1]
 
 
@@ -215,7 +215,7 @@ def _decayed(a, state):
 
 
 def _composed(a, written, reverse=False):
-    """S_n = a_n ∘ S_{n−1} + written_n of all n, by composing neighbours; with `reverse` S_n = a_n ∘ S_{n+1} + …."""
+    """S_n = a_n ∘ S_{n−1} + written_n for all n, by composing neighbours; with `reverse`, S_n = a_n ∘ S_{n+1} + …."""
     if a is None:
         return lax.cumsum(written, reverse=reverse)
 

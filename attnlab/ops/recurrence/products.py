@@ -1,4 +1,4 @@
-"""Products of batches of matrices whose operands have the inputs' type, with sums in float32 or wider."""
+"""Batched matrix products with operands of the inputs' type and sums in float32 or wider."""
 
 import functools
 
@@ -11,13 +11,13 @@ from attnlab.types import Array, DType
 def product(spec: str, x: Array, y: Array, operand: DType | None = None) -> Array:
     """The einsum of two arrays, such as "...tk,...jk->...tj", after rounding both to `operand`; None for their type.
 
-    Derivatives round their operands in the same way; `einsum` would multiply a cotangent of float32.
+    Derivatives round their operands in the same way; derivatives of `einsum` would multiply float32 cotangents.
     """
     return jnp.einsum(spec, x, y) if _is_wide(operand) else _rounded(spec, operand, x, y)
 
 
 def rounded(x: Array, operand: DType | None) -> Array:
-    """An array in the type in which `product` multiplies it."""
+    """Convert an array to the type in which `product` multiplies it."""
     return x if _is_wide(operand) else x.astype(operand)
 
 

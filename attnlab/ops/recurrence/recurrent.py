@@ -4,7 +4,7 @@ For each token t, with the state S of its head, `[K, V]`,
 
     S_t = (I − e_t r_tᵀ) · diag(exp g_t) · S_{t−1} + k_t v_tᵀ        o_t = q_tᵀ S_t
 
-A state decays, then what it holds at r is erased, then a value is written at k; the query reads what is left.
+The state decays, then its content at r is erased, then a value is written at k; the query reads the result.
 """
 
 import jax
@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from attnlab.ops.recurrence.call import RecurrenceCall
 from attnlab.ops.recurrence.terms import Terms
 
-_FEW = 4  # tokens that are faster one by one
+_FEW = 4  # up to this many tokens, one by one is faster
 
 
 def run(terms: Terms, state):
-    """(Outputs `[..., T, H, G, V]`, the last state `[..., H, K, V]`), from the state before the first token."""
+    """Return (outputs `[..., T, H, G, V]`, the last state `[..., H, K, V]`), from the state before the first token."""
 
     def step(state, token):
         if token.starts is not None:

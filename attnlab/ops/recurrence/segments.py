@@ -11,18 +11,18 @@ from attnlab.ops.recurrence.terms import Terms, within_lengths
 
 
 def states(terms: Terms, segment_ids, lengths, entering, size: int):
-    """`[..., S, H, K, V]`, the states after S segments, zeros where a sequence has fewer or a segment is padding.
+    """The states after S segments, `[..., S, H, K, V]`; zeros where a sequence has fewer or a segment is padding.
 
-    The chunk in which a segment ends is computed again from the state before it, up to that end.
+    The chunk in which a segment ends is recomputed from the state before it, up to that end.
 
     Args:
-      terms: T tokens.
+      terms: the terms of T tokens.
       segment_ids: int `[..., T]`, not traced.
       lengths: int `[...]`, or None.
       entering: the states before each chunk of `size` tokens, `[n, ..., H, K, V]`.
 
     Raises:
-      ValueError: traced ids.
+      ValueError: the ids are traced.
     """
     if isinstance(segment_ids, jax.core.Tracer):
         raise ValueError("return_state='segments' counts the segments, and segment_ids are traced: close over them")
@@ -41,7 +41,7 @@ def states(terms: Terms, segment_ids, lengths, entering, size: int):
     entering = entering.reshape(len(entering), len(ends), *entering.shape[len(batch) + 1 :])
     cut = within_lengths(jax.tree.map(of_chunk, terms), ends - chunk * size + 1, 0)
     _, after, _ = chunked.run(cut, entering[chunk, rows], size)
-    # Ends of −1 are of missing segments.
+    # An end of −1 marks a missing segment.
     first = np.pad(ends + 1, ((0, 0), (1, 0)))[:, :-1]
     exists = (ends >= 0) & (first < (length if lengths is None else jnp.reshape(lengths, (-1, 1))))
     after = jnp.where(exists[..., None, None, None], after, 0)

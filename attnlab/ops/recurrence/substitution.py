@@ -1,7 +1,7 @@
-"""Systems with a unit lower triangular matrix, by forward substitution (Golub and Van Loan 2013, section 3.1).
+"""Solve unit lower triangular systems by forward substitution (Golub and Van Loan 2013, section 3.1).
 
-Powers of the matrix would be products alone, but where keys are alike their entries grow like binomial coefficients
-and cancel: at 64 tokens no digit of float32 is left.
+Powers of the matrix would need only products, but for similar keys their entries grow like binomial coefficients and
+cancel: at 64 tokens no digit of float32 is left.
 """
 
 import functools
@@ -18,7 +18,7 @@ _BLOCK = 8  # rows that are substituted one by one; larger blocks are merged by 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def solve(a: Array, b: Array, operand: DType | None = None) -> Array:
-    """X with (I + A) X = B, for strictly lower triangular A `[..., C, C]` and B `[..., C, V]`.
+    """Solve (I + A) X = B for X, with strictly lower triangular A `[..., C, C]` and B `[..., C, V]`.
 
     Entries of A on and above the diagonal are not read. The inverse is computed in A's type; its product with B has
     operands of type `operand`, see `product`.
@@ -54,13 +54,13 @@ def _by_rows(a, blocks):
     a = jnp.tril(_blocks(a, _BLOCK, blocks), -1)
 
     def substitute(row, x):
-        """Row `row` is final: take it out of the rows below."""
+        """Row `row` is final: eliminate it from the rows below."""
         column = jax.lax.dynamic_slice_in_dim(a, row, 1, axis=-1)
         return x - column * jax.lax.dynamic_slice_in_dim(x, row, 1, axis=-2)
 
     identity = varying_like(a, jnp.broadcast_to(jnp.eye(_BLOCK, dtype=a.dtype), a.shape))
     rows = functools.partial(jax.lax.fori_loop, 0, _BLOCK - 1, substitute)
-    # Unrolled, XLA makes it one kernel on GPUs. On CPUs that takes longer than the loop.
+    # Unrolled, it is one kernel on GPUs. On CPUs the loop is faster.
     return jax.lax.platform_dependent(identity, cuda=functools.partial(rows, unroll=True), default=rows)
 
 
@@ -71,7 +71,7 @@ def _blocks(a, size, count, below=0):
 
 
 def _merged(a, inverses):
-    """The inverse from inverses of the blocks on its diagonal, two by two: [[U, 0], [A, L]] from U⁻¹ and L⁻¹."""
+    """Merge the inverses of diagonal blocks pairwise: the inverse of [[U, 0], [A, L]] from U⁻¹ and L⁻¹."""
     while (count := inverses.shape[-3]) > 1:
         size, upper, lower = inverses.shape[-1], inverses[..., ::2, :, :], inverses[..., 1::2, :, :]
         with jax.default_matmul_precision("highest"):

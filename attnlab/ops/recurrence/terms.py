@@ -1,4 +1,4 @@
-"""The arrays of a linear recurrence, checked, in the type of the computation, with the heads of the states."""
+"""The arrays of a linear recurrence: checked, in the type of the computation, with the states' heads."""
 
 from typing import NamedTuple
 
@@ -10,16 +10,16 @@ from attnlab.types import Array
 
 
 class Terms(NamedTuple):
-    """Arrays of T tokens and H states.
+    """The arrays of T tokens and H states.
 
-    Padding is zero in all of them, so it neither decays, erases, writes nor reads.
+    Padding is zero in all arrays, so it does not decay, erase, write or read.
 
     Attributes:
-      q: `[..., T, H, G, K]`, times the scale: the G queries that read a state.
+      q: `[..., T, H, G, K]`, scaled: the G queries that read a state.
       k: `[..., T, H, K]`.
       v: `[..., T, H, V]`.
       g: `[..., T, H, K]`, or `[..., T, H, 1]` for a decay of the whole state; None for 0.
-      beta: `[..., T, H, 1]`, of the delta rule: e = βk, r = k, and βk is what is written.
+      beta: `[..., T, H, 1]`, for the delta rule: e = βk, r = k, and βk is written.
       erase: (e, r), `[..., T, H, K]` each.
       starts: bool `[..., T]`, whether a token is the first of its segment; None if no token is.
     """
@@ -34,7 +34,7 @@ class Terms(NamedTuple):
 
     @property
     def case(self) -> str:
-        """Which chunk it takes: "no erasure", "symmetric" (e = βk, r = k) or "general"."""
+        """The kind of erasure: "no erasure", "symmetric" (e = βk, r = k) or "general"."""
         return "symmetric" if self.beta is not None else "no erasure" if self.erase is None else "general"
 
     def general(self) -> "Terms":
@@ -45,13 +45,13 @@ class Terms(NamedTuple):
         return self._replace(k=write, beta=None, erase=(write, self.k))
 
     def with_more_values(self) -> "Terms":
-        """The same with K more values, all 0: columns of a state that nothing is written to."""
+        """The same recurrence with K more values, all 0: nothing is written to these columns of the state."""
         zeros = jnp.zeros((*self.v.shape[:-1], self.k.shape[-1]), self.v.dtype)
         return self._replace(v=jnp.concatenate([self.v, zeros], axis=-1))
 
 
 def terms_of(q, k, v, g, beta, erase) -> Terms:
-    """The terms of a call, q without its scale. ValueError for arrays that do not fit together."""
+    """Return the terms of a call, with q not yet scaled. Raise ValueError for arrays that do not fit together."""
     q, k, v = (checks.floating(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     _check_heads(q, k, v)
     if beta is not None and erase is not None:
@@ -94,7 +94,7 @@ def _check_heads(q, k, v) -> None:
 
 
 def fitting(name: str, x, *shapes):
-    """A floating array of one of some shapes, or None."""
+    """Return x as a floating array of one of `shapes`, or None; otherwise raise ValueError."""
     x = checks.floating(name, x)
     if x is not None and x.shape not in shapes:
         raise ValueError(f"{name} has shape {x.shape}, expected {' or '.join(map(str, shapes))}")
@@ -102,7 +102,7 @@ def fitting(name: str, x, *shapes):
 
 
 def within_lengths(terms: Terms, lengths, first: Array | int) -> Terms:
-    """The terms with padding as zeros, where `first` is the index of the first token."""
+    """The terms with zeros for padding; `first` is the index of the first token."""
     if lengths is None:
         return terms
     inside = jnp.arange(terms.v.shape[-3]) + first < lengths[..., None]
@@ -114,7 +114,7 @@ def within_lengths(terms: Terms, lengths, first: Array | int) -> Terms:
 
 
 def scaled(terms: Terms, scale) -> Terms:
-    """The terms with q times `scale`, None for 1/√K."""
+    """The terms with q times `scale`; None for 1/√K."""
     if scale is None:
         scale = terms.k.shape[-1] ** -0.5
     elif jnp.ndim(scale):
@@ -123,6 +123,6 @@ def scaled(terms: Terms, scale) -> Terms:
 
 
 def starts_of(segment_ids, before=None):
-    """Whether each token's id differs from the one before; `before` `[..., 1]`, the id before the first."""
+    """Whether each token's id differs from the previous id; `before` `[..., 1]` is the id before the first token."""
     before = segment_ids[..., :1] if before is None else before
     return segment_ids != jnp.concatenate([before, segment_ids[..., :-1]], axis=-1)
