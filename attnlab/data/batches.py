@@ -13,7 +13,7 @@ from attnlab.data.permutation import permuted
 from attnlab.support.errors import UserError
 
 PREFETCHED = 8  # batches
-BLOCK = 256, 2**18  # training windows and tokens that are found and read at a time, at most
+BLOCK = 256, 2**18  # limits on the training windows and on the tokens that are read at a time
 
 
 class Batch(NamedTuple):
@@ -21,13 +21,13 @@ class Batch(NamedTuple):
 
     Attributes:
       tokens: int32 `[batch, context + 1]`; inputs are all but the last column, targets all but the first.
-      example: int32 `[batch]`, the index of each window in the global batch. Random keys are folded with it, so results
+      example: int32 `[batch]`, the index of each window in the global batch. It is folded into random keys, so results
         do not depend on the number of devices.
       weight: float32 `[batch]`, 1, or 0 for padding of the last batch.
       segments: int32 `[batch, context + 1]`, the number of each token's document within its window, from 0; None if
         documents are not distinguished.
-      targets: int32 `[batch, context]`, −1 where none counts, of a task; None if they are the next tokens.
-      places: int32 `[batch, answers]`, the positions of all targets that count; None where these may be all.
+      targets: int32 `[batch, context]`, a task's targets, −1 where none counts; None if they are the next tokens.
+      places: int32 `[batch, answers]`, the positions of all targets that count; None if all may count.
     """
 
     tokens: np.ndarray
@@ -51,11 +51,11 @@ class TrainBatches:
     """Shuffled windows of a text, epoch after epoch.
 
     An epoch is a permutation of adjacent windows, all shifted by one random offset: it shows each token once, and
-    different epochs cut the text at different places. Each of several texts has separate epochs, and example number n,
-    counted over all steps, is from the text of `interleave(n, weights)`.
+    different epochs cut the text at different places. Several texts have separate epochs, and example number n, counted
+    over all steps, comes from the text that `interleave(n, weights)` returns.
 
     Args:
-      tokens: the text, int `[length]`, or anything with `len` and `read(starts, length)`, such as a token store's; with
+      tokens: the text, int `[length]`, or anything with `len` and `read(starts, length)`, such as `store.Tokens`; with
         `weights`, a list of texts.
       context: predicted tokens per window.
       batch_size: windows in the global batch.
@@ -63,7 +63,7 @@ class TrainBatches:
       process_index, process_count: this process gets its contiguous share of each global batch.
       documents: start of each document, int64 `[documents]`, ascending; batches then have `segments`. With `weights`, a
         list of such arrays.
-      weights: positive integers, in proportion to which windows are drawn from several texts.
+      weights: positive integers, one per text; windows of several texts are drawn in proportion.
 
     Raises:
       UserError: a text is shorter than one window, or batch_size is not a multiple of process_count.
@@ -97,7 +97,7 @@ class TrainBatches:
         self._read = functools.lru_cache(maxsize=2)(functools.partial(self._read_block, orders))
 
     def of_seed(self, seed: int) -> "TrainBatches":
-        """The windows of the same texts by another seed."""
+        """Batches of the same texts with another seed."""
         other = copy.copy(self)
         other._set_seed(seed)
         return other
@@ -114,7 +114,7 @@ class TrainBatches:
         return Batch(tokens[number], self._examples.astype(np.int32), weight, segments)
 
     def _read_block(self, orders, block: int):
-        """Tokens and segments of some steps, each `[steps, batch, context + 1]`: NumPy takes about as long for one."""
+        """Tokens and segments of a block of steps, each `[steps, batch, context + 1]`; one step takes about as long."""
         steps = np.arange(block * self._block, (block + 1) * self._block)
         which, numbers = interleave((steps[:, None] * self._batch_size + self._examples).ravel(), self._weights)
         starts = np.empty_like(numbers)
@@ -125,7 +125,7 @@ class TrainBatches:
 
 
 class Stacked:
-    """The batches of several runs, with an axis of runs in front."""
+    """The batches of several runs, with a leading axis of runs."""
 
     def __init__(self, of_runs: Sequence[Batches]):
         self._of_runs = of_runs
@@ -139,9 +139,9 @@ class Stacked:
 
 
 def interleave(number: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The texts of examples, and their numbers within these; any `sum(weights)` examples have `weights` of each.
+    """The text of each example and its number in it; any `sum(weights)` successive examples have `weights` of each.
 
-    Of the first n examples, ⌊n · weights[0] / sum(weights)⌋ are of text 0; the others are interleaved in the same way.
+    Of the first n examples, ⌊n · weights[0] / sum(weights)⌋ are from text 0; the others are interleaved the same way.
     """
     number = np.array(number, np.int64)
     text, rest = np.full(number.shape, len(weights) - 1), sum(weights)
@@ -196,7 +196,7 @@ class EvalBatches:
       tokens: the held-out text, or texts, as for `TrainBatches`.
       context: predicted tokens per window.
       batch_size: windows in a global batch; the last batch is padded with windows of weight 0.
-      windows: maximal number of windows, shared by several texts in proportion to their weights.
+      windows: maximum number of windows; several texts share it in proportion to their weights.
       part: "all" of each text, or its "first" or "second" half.
       process_index, process_count, documents, weights: as for `TrainBatches`.
 
@@ -231,7 +231,7 @@ class EvalBatches:
             )
         if windows < 1:
             raise UserError(f"eval.windows = {windows}: expected 1 or more")
-        shares = [max(1, share) for share in _shares(windows, weights or [1])]  # also of a rare text
+        shares = [max(1, share) for share in _shares(windows, weights or [1])]  # at least one, also from a rare text
         starts = [first + _evenly_spaced(end - first, context, share) for (first, end), share in zip(spans, shares)]
         self._which, self._starts = np.repeat(np.arange(len(starts)), list(map(len, starts))), np.concatenate(starts)
         self._batch_size = batch_size
@@ -240,12 +240,12 @@ class EvalBatches:
 
     @property
     def windows(self) -> int:
-        """Number of windows of a pass."""
+        """Number of windows in a pass."""
         return len(self._starts)
 
     @property
     def windows_of_texts(self) -> list[int]:
-        """Number of windows of each text."""
+        """Number of windows from each text."""
         return np.bincount(self._which, minlength=len(self._texts)).tolist()
 
     def __len__(self) -> int:
@@ -275,7 +275,7 @@ def _evenly_spaced(length: int, context: int, windows: int) -> np.ndarray:
 
 
 class _Text(NamedTuple):
-    """A text of which windows of `window` tokens are read."""
+    """A text from which windows of `window` tokens are read."""
 
     tokens: object
     documents: np.ndarray | None
@@ -310,7 +310,7 @@ def _texts(tokens, documents, weights, context: int) -> list[_Text]:
 
 
 def _windows(texts: list[_Text], which: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Windows by the number of the text and the first token, and their segments: each `[n, window]`."""
+    """Windows, located by text number and first token, and their segments: each `[n, window]`."""
     tokens = np.empty((len(starts), texts[0].window), np.int32)
     segments = None if texts[0].documents is None else np.empty_like(tokens)
     for number, text in enumerate(texts):
@@ -324,7 +324,7 @@ def _windows(texts: list[_Text], which: np.ndarray, starts: np.ndarray) -> tuple
 
 
 def prefetched(batches: Batches, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-    """Iterate over `batches[start]`, `batches[start + 1]`, …, made ahead by a thread."""
+    """Iterate over `batches[start]`, `batches[start + 1]`, …, which a thread reads ahead."""
     pool, numbers = ThreadPoolExecutor(1, "attnlab-batches"), range(start, len(batches) if stop is None else stop)
     try:
         yield from in_order((pool.submit(batches.__getitem__, number) for number in numbers), PREFETCHED + 1)
@@ -333,7 +333,7 @@ def prefetched(batches: Batches, start: int = 0, stop: int | None = None) -> Ite
 
 
 def in_order(jobs: Iterable[Future], ahead: int) -> Iterator:
-    """The results of jobs in their order; at most `ahead` are waiting."""
+    """Yield the results of jobs in order; at most `ahead` jobs are pending."""
     pending = collections.deque()
     for job in jobs:
         pending.append(job)

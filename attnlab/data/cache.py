@@ -1,6 +1,6 @@
-"""Attnlab's data in the user's cache folder: token stores, and facts remembered between runs as JSON files.
+"""Attnlab's data in the user's cache folder: token stores, and results remembered between runs as JSON files.
 
-A fact may be lost at any time: files that are missing, damaged or not writable are ignored.
+A result may be lost at any time: files that are missing, damaged or not writable are ignored.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def digest(value) -> str:
 
 
 def recall(kind: str, key) -> dict | None:
-    """The fact remembered under a key, or None."""
+    """The JSON object remembered under a key, or None."""
     file = _file(kind, key)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         saved = files.read_json(file) if file else {}

@@ -1,4 +1,4 @@
-"""The base class of tokenizers, and what they share: code points, UTF-8, and cuts between words."""
+"""The base class of tokenizers, and shared functions: code points, UTF-8, and cuts between words."""
 
 import codecs
 import re
@@ -25,7 +25,7 @@ class Tokenizer:
     end_of_text: tuple[int, ...] = ()
 
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
-        """Token ids of `text`, int32 `[length]`, without added tokens; `continues`: it is a later part of `parts`.
+        """Token ids of `text`, int32 `[length]`, without added tokens; `continues` marks a later one of `parts`.
 
         Raises:
           UserError: text that cannot be encoded.
@@ -33,11 +33,11 @@ class Tokenizer:
         raise NotImplementedError
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
-        """Cut a text in pieces, so that the parts' tokens concatenate to `encode` of the whole."""
+        """Cut a text, passed in pieces, into parts whose tokens concatenate to `encode` of the whole."""
         return iter(pieces)
 
     def decode(self, ids, continues: bool = False) -> str:
-        """The text of token ids `[length]`; `continues`: they follow other tokens, so a first space stays.
+        """The text of token ids `[length]`; if `continues`, they follow other tokens, so a first space stays.
 
         Invalid UTF-8 becomes U+FFFD.
         """
@@ -53,10 +53,10 @@ class Tokenizer:
 
 
 def parts(pieces: Iterable[str], size: int = 100_000, word_end: re.Pattern = WORD_END) -> Iterator[str]:
-    """Cut a text into parts of about `size` characters, at ends of `word_end`, which no word spans."""
+    """Cut a text into parts of about `size` characters, at the ends of `word_end` matches, which no word spans."""
     text = ""
     for piece in pieces:
-        start, search_from = 0, max(size, len(text) - 1)  # nothing was found up to here
+        start, search_from = 0, max(size, len(text) - 1)  # no match before this
         text += piece
         while found := word_end.search(text, search_from):
             yield text[start : found.end()]
@@ -77,7 +77,7 @@ def check_known(text: str, characters: str) -> None:
 
 
 def utf8(text: str) -> bytes:
-    """The bytes of a text; UserError for lone surrogates."""
+    """The UTF-8 bytes of a text; raises UserError for lone surrogates."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -95,5 +95,5 @@ def complete(pieces: Iterable[bytes]) -> Iterator[str]:
 
 
 def code_points(text: str) -> np.ndarray:
-    """The code points of a text, uint32 `[length]`, also of lone surrogates."""
+    """The code points of a text, uint32 `[length]`, including lone surrogates."""
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)

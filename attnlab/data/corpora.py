@@ -24,7 +24,7 @@ from attnlab.data.sources import Piece, PythonDocs, Source
 from attnlab.support.errors import UserError
 from attnlab.support.extras import require
 
-BLOCKS = 64  # of a sample
+BLOCKS = 64  # in a sample
 _VERSION = 2  # of remembered scans
 _SETTLED = 2  # seconds: a file written more recently may change again without a new time
 
@@ -34,7 +34,7 @@ class Corpus:
     """A text on the disk, split into a training and a validation part.
 
     Attributes:
-      name: the `name` of `load`.
+      name: the `name` passed to `load`.
       sha256: digest of the UTF-8 bytes of the whole text, training part first.
       characters, bytes: length of the whole text, in code points and in UTF-8.
       documents_sha256: digest of the documents' lengths.
@@ -54,12 +54,12 @@ class Corpus:
 
     @property
     def parts(self) -> tuple["Corpus", ...]:
-        """This corpus, as `Mixture.parts`."""
+        """This corpus alone; see `Mixture.parts`."""
         return (self,)
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """A weight of 1, as `Mixture.weights`."""
+        """A single weight of 1; see `Mixture.weights`."""
         return (1,)
 
     def pieces(self) -> Iterator[tuple[str, Piece]]:
@@ -97,7 +97,7 @@ class Corpus:
 
 
 class Mixture(NamedTuple):
-    """Several corpora, with weights by which windows are drawn.
+    """Several corpora, from which windows are drawn in proportion to weights.
 
     Attributes:
       parts: the corpora.
@@ -124,7 +124,7 @@ class Mixture(NamedTuple):
         return "".join(sorted(set().union(*(part.alphabet for part in self.parts))))
 
     def sample(self, size: int) -> str:
-        """Samples of the parts, in proportion to the weights; of a small part, the whole."""
+        """Samples of the parts, in proportion to the weights; small parts are returned whole."""
         shares = [size * weight // sum(self.weights) for weight in self.weights]
         return "".join(part.sample(share) for part, share in zip(self.parts, shares))
 
@@ -197,14 +197,14 @@ def read_text(name: str, *, path: str = "", feature: str = "", validation_fracti
 
 
 def parse_mixture(mixture: str) -> dict[str, int]:
-    """The corpora of a mixture and their weights, as integers without a common factor.
+    """Parse a mixture into its corpora and their weights, as integers without a common factor.
 
     Args:
       mixture: NAME=WEIGHT, separated by commas; NAME is a built-in corpus, tfds:NAME, a path or a glob, WEIGHT a
         positive number.
 
     Raises:
-      UserError: it is not of this form.
+      UserError: `mixture` does not have this form.
     """
     found = {}
     for entry in mixture.split(","):
@@ -265,7 +265,7 @@ def _scanned(name: str, called: str, source: Source, validation_fraction: float,
 
 
 def _scan(name: str, source: Source, signature: list | None, quiet: bool) -> dict:
-    """Fields of a `Corpus` by one pass over its text, and the characters of its own validation split, or None."""
+    """Fields of a `Corpus` from one pass over its text, and the characters of its validation split, or None."""
     digest, lengths, seen = hashlib.sha256(), hashlib.sha256(), np.zeros(0x110000, bool)  # by code point
     characters = size = length = 0
     held_out, ascii_seen = None, b""
@@ -274,7 +274,7 @@ def _scan(name: str, source: Source, signature: list | None, quiet: bool) -> dic
         for piece in source.pieces():
             encoded = piece.text.encode()
             digest.update(encoded)
-            if rest := encoded.translate(None, ascii_seen).decode():  # many times faster than looking at all characters
+            if rest := encoded.translate(None, ascii_seen).decode():  # many times faster than checking all characters
                 seen[code_points(rest)] = True
                 ascii_seen = bytes(np.flatnonzero(seen[:128]).tolist())
             characters, size, length = characters + len(piece.text), size + len(encoded), length + len(piece.text)

@@ -1,4 +1,4 @@
-"""The progress of reading and tokenising, by bytes."""
+"""The progress of reading and tokenising, in bytes."""
 
 from rich import progress
 
@@ -6,7 +6,7 @@ from attnlab.support.progress import Progress
 
 
 class DataProgress(Progress):
-    """Bytes of a task such as "tokenising"; prints nothing for work of a second, or when quiet."""
+    """Bytes done by a task such as "tokenising"; prints nothing for work of about a second, or when quiet."""
 
     def __init__(self, task: str, total: int | None = None, quiet: bool = False):
         name = progress.TextColumn("{task.description}")

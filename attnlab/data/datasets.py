@@ -1,4 +1,4 @@
-"""TFDS datasets as documents: Don Quijote, and any text dataset, as array_record without TensorFlow.
+"""TFDS datasets as documents: Don Quijote and any text dataset, read from array_record without TensorFlow.
 
 TFDS stores prepared datasets in the folder TFDS_DATA_DIR, by default `~/tensorflow_datasets`.
 """
@@ -63,7 +63,7 @@ class Dataset(NamedTuple):
 
 
 def find(name: str, feature: str = "") -> Dataset:
-    """A dataset by name, prepared if necessary; an empty `feature` is the only text feature, or "text"."""
+    """Find a dataset by name and prepare it if necessary; an empty `feature` means "text" or the only text feature."""
     with _one_line_errors(name):
         make = Quijote if name == "quijote" else functools.partial(tfds.builder, name.removeprefix("tfds:"))
         builder = make(file_format="array_record")
@@ -121,7 +121,7 @@ def _prepare(builder, name):
             return builder
     if isinstance(builder, tfds.core.BeamBasedBuilder):
         raise UserError(f"{name} needs Apache Beam to be prepared: prepare it elsewhere with {_recipe(builder, name)}")
-    # TFDS' default of ten takes minutes without any message if there is no network.
+    # Without a network, the default of ten attempts would take minutes without any message.
     downloader.MAX_RETRIES = RETRIES
     remedy = CHECK_NETWORK
     if isinstance(builder, Quijote):
@@ -139,7 +139,7 @@ def _prepare(builder, name):
 
 @contextlib.contextmanager
 def _preparation_lock(folder):
-    """Hold a lock on preparing datasets, one process per machine, because TFDS replaces files that others may read."""
+    """Let only one process per machine prepare datasets, because TFDS replaces files that others may read."""
     if "://" in os.fspath(folder):
         yield
         return
@@ -155,7 +155,7 @@ def _recipe(builder, name):
 
 @contextlib.contextmanager
 def _one_line_errors(name, builder=None, done="prepared", remedy=CHECK_NETWORK):
-    """Turn TFDS failures into one-line UserErrors, and silence its progress bars and warnings."""
+    """Raise TFDS failures as one-line UserErrors, and silence its progress bars and warnings."""
     tfds.disable_progress_bar()
     logging.disable(logging.WARNING)
     try:

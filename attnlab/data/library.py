@@ -1,4 +1,4 @@
-"""The base of tokenizers of Hugging Face's library `tokenizers`, trained on a text or published with a model."""
+"""The base class of tokenizers from Hugging Face's library `tokenizers`, trained on a text or published."""
 
 import json
 import os
@@ -12,16 +12,16 @@ import tokenizers
 from attnlab.data import characters
 from attnlab.support.errors import UserError
 
-# Its threads gain little, and without this setting it warns in every forked process.
+# The library's threads gain little, and without this setting it warns in every forked process.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class LibraryTokenizer(characters.Tokenizer):
-    """A tokenizer of the library; subclasses have `kind`, and encode.
+    """A tokenizer from the library; subclasses define `kind` and `encode`.
 
     Attributes:
       ENDS: usual names of the tokens that end a text.
-      end_of_text: the tokens that end a text; () for tokens of a usual name.
+      end_of_text: the tokens that end a text; by default, the tokens named in `ENDS`.
     """
 
     ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<|return|>")
@@ -34,11 +34,11 @@ class LibraryTokenizer(characters.Tokenizer):
         self.end_of_text = tuple(end_of_text) or self._usual_ends
 
     def _find_word_end(self, content: dict, prepends: bool = False, before: str = " ") -> re.Pattern:
-        """Places before one of `before` where a text can be cut, because no token spans them.
+        """Return a pattern of the places before one of `before` where a text can be cut, because no token spans them.
 
         Args:
           content: the library's JSON.
-          prepends: the normalizer puts a space before a text, and before all that follows an added token.
+          prepends: whether the normalizer puts a space before a text, and before the text after each added token.
         """
         added = content["added_tokens"]
         if any(re.match(r"[\s▁]", token["content"]) and (token["single_word"] or prepends) for token in added):
@@ -48,7 +48,7 @@ class LibraryTokenizer(characters.Tokenizer):
         spanned |= {token["content"][-1] for token in added if token["rstrip"] or prepends}
         spanned |= {unicodedata.normalize("NFC", character) for character in spanned}
         is_normalized = "NFC" in json.dumps(content["normalizer"]) and any(token["normalized"] for token in added)
-        # A part of a character, and an unnormalized one, may stand for any that is not ASCII.
+        # A partial or unnormalized character may stand for any that is not ASCII.
         ends = r"[!-~]" if "\ufffd" in spanned or (spanned and is_normalized) else r"\S"
         after = {token["content"][0] for token in added if prepends}
         excluded, after = (re.escape("".join(sorted(found))) for found in (spanned | {"▁"}, after))
@@ -56,16 +56,16 @@ class LibraryTokenizer(characters.Tokenizer):
         return re.compile(rf"(?![{excluded}]){ends}(?=[{before}]{follows})")
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
-        """As `Tokenizer.parts`: cut at ends of words."""
+        """See `Tokenizer.parts`; cuts are at ends of words."""
         return characters.parts(pieces, word_end=self._word_end)
 
     def _ids(self, text: str) -> np.ndarray:
-        """The library's tokens of a text, int32 `[length]`."""
+        """The library's tokens for a text, int32 `[length]`."""
         try:
-            # Unlike `encode`, this releases the GIL, and computes no offsets.
+            # Unlike `encode`, this releases the GIL and computes no offsets.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust, and not an Exception
+            if type(error).__name__ != "PanicException":  # from Rust, and not an Exception
                 raise
             raise UserError(
                 f"the tokenizer fails on this text ({error}): use the model's own tokenizer.json"
@@ -73,10 +73,10 @@ class LibraryTokenizer(characters.Tokenizer):
         return np.array(encoding.ids, np.int32)
 
     def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
-        """As `Tokenizer.stream`."""
+        """See `Tokenizer.stream`."""
         return characters.complete(self._pieces[i] for i in ids)
 
     def to_dict(self) -> dict:
-        """`{"kind": …, "tokenizer": the library's JSON}`, and `"end_of_text"` where their names are not usual."""
+        """`{"kind": …, "tokenizer": the library's JSON}`, and `"end_of_text"` if not the default."""
         saved = {"kind": self.kind, "tokenizer": json.loads(self._tokenizer.to_str())}
         return saved if self.end_of_text == self._usual_ends else saved | {"end_of_text": list(self.end_of_text)}

@@ -1,10 +1,10 @@
-"""A pseudorandom permutation that is computed for each index alone, without a table of all.
+"""A pseudorandom permutation that is computed for each index separately, without a table.
 
 A Feistel network of four rounds with Simon's round function (Beaulieu et al. 2013, eprint.iacr.org/2013/404), repeated
 until its result is in range (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). It equals
-`grain.experimental.index_shuffle(index, max_index=size - 1, seed=seed, rounds=4)`, so that runs that were begun with
-Grain continue with the same batches, except where size − 1 is a power of four from 4⁸ on: there Grain's block is two
-bits too narrow, and its last index has the image of the first.
+`grain.experimental.index_shuffle(index, max_index=size - 1, seed=seed, rounds=4)`, so that runs begun with Grain
+continue with the same batches. The exception is a size − 1 that is a power of four from 4⁸ on: there Grain's block is
+two bits too narrow, and its last index has the image of the first.
 """
 
 import functools
@@ -34,7 +34,7 @@ def permuted(index: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 def _encrypted(value: np.ndarray, half: int, keys: tuple[int, ...]) -> np.ndarray:
-    """A permutation of the numbers of 2 · half bits."""
+    """Permute numbers of 2 · half bits."""
     mask = (1 << half) - 1
     left, right = value >> half & mask, value & mask
     for key in keys:

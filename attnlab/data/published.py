@@ -18,12 +18,13 @@ def pretrained(folder: Path, vocab_size: int | None = None) -> tokenizers.Tokeni
 
     Args:
       folder: contains `tokenizer.json`, or GPT-2's `vocab.json` and `merges.txt`.
-      vocab_size: the model's. Added tokens beyond it are removed, such as the image token in Gemma 3's text models.
+      vocab_size: the model's vocabulary size. Added tokens beyond it are removed, such as the image token in Gemma
+        3's text models.
 
     Returns:
       A tokenizer of kind "bpe" (byte-level, as with GPT-2, Llama 3 and Qwen) or "sentencepiece" (as with Llama 2,
       Mistral, Gemma and Phi-3), with its added tokens, or of a kind that `as_published` wrote; None without such files.
-      `decode` returns normalized text if it normalizes, as Qwen's does to NFC.
+      `decode` returns normalized text if the tokenizer normalizes, as Qwen's does to NFC.
 
     Raises:
       UserError: files that cannot be read, or a tokenizer of another kind.
@@ -74,7 +75,7 @@ def _ends_of(folder: Path, vocab_size: int) -> tuple[int, ...]:
 
 _CHARACTERS = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-# How the library joins tokens to the text.
+# How the library joins tokens into text.
 _DECODERS = {
     "char": decoders.Fuse(),
     "byte": decoders.ByteLevel(),
@@ -85,7 +86,7 @@ _DECODERS = {
 
 
 def as_published(tokenizer: tokenizers.Tokenizer) -> dict:
-    """The content of a `tokenizer.json` of Hugging Face's libraries with a tokenizer's tokens, of any kind."""
+    """Return the content of a Hugging Face `tokenizer.json` with the same tokens as `tokenizer`, of any kind."""
     if isinstance(tokenizer, tokenizers.CharTokenizer):
         vocabulary = {character: i for i, character in enumerate(tokenizer.characters)}
         library = untrained(models.WordLevel(vocabulary, unk_token=""), _CHARACTERS)
@@ -107,7 +108,7 @@ def _gpt2(vocabulary: Path, merges: Path) -> TrainedTokenizer:
 
 
 def _as_published(tokenizer: huggingface.Tokenizer, end_of_text: tuple[int, ...]) -> tokenizers.Tokenizer:
-    """The tokenizer of a `tokenizer.json`; ValueError for an unsupported kind."""
+    """Return the tokenizer of a `tokenizer.json`; raise ValueError for an unsupported kind."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if hasattr(tokenizer.model, "dropout"):

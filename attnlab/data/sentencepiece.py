@@ -1,7 +1,7 @@
-"""SentencePiece's tokenizers (Kudo & Richardson 2018) as published with Llama 2, Mistral, Gemma and Phi-3.
+"""SentencePiece tokenizers (Kudo & Richardson 2018) as published with Llama 2, Mistral, Gemma and Phi-3.
 
-A space is the character "▁" of a token, most tokenizers prepend a space to a text, and characters without a token are
-bytes like "<0xC3>". Hugging Face's `tokenizers` reads the files and encodes; vocabularies are not trained here.
+Tokens have "▁" for a space, most tokenizers prepend a space to a text, and characters without a token become bytes
+like "<0xC3>". Hugging Face's `tokenizers` reads the files and encodes; vocabularies are not trained here.
 """
 
 import json
@@ -28,15 +28,15 @@ _TO_TEXT += [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "st
 
 
 class SentencePieceTokenizer(LibraryTokenizer):
-    """One token per word or part of a word, with the space before it, of a SentencePiece vocabulary.
+    """One token of a SentencePiece vocabulary per word or part of a word, with the space before it.
 
-    "<s>" and the like are not added; written in a text they become one token. Decoding restores a text, except that "▁"
+    "<s>" and the like are not added; in a text each becomes one token. Decoding restores a text, except that "▁"
     becomes a space, some tokenizers return a space after "</s>" and the like, and tokenizers that prepend no space lose
     the first space of a text.
     """
 
     kind = "sentencepiece"
-    ENDS = (*LibraryTokenizer.ENDS, "</s>", "<eos>", "<end_of_turn>")  # elsewhere, the last are words of many texts
+    ENDS = (*LibraryTokenizer.ENDS, "</s>", "<eos>", "<end_of_turn>")  # elsewhere, the last three can be plain words
 
     def __init__(self, tokenizer: huggingface.Tokenizer, end_of_text: Sequence[int] = ()):
         content = json.loads(tokenizer.to_str())
@@ -50,7 +50,7 @@ class SentencePieceTokenizer(LibraryTokenizer):
         return super()._find_word_end(content, self._prepends)
 
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
-        """As `Tokenizer.encode`."""
+        """See `Tokenizer.encode`."""
         characters.utf8(text)
         ids = [np.zeros(0, np.int32)]
         for part in [text] if continues else self.parts([text]):
@@ -60,7 +60,7 @@ class SentencePieceTokenizer(LibraryTokenizer):
         return np.concatenate(ids)
 
     def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
-        """As `Tokenizer.stream`."""
+        """See `Tokenizer.stream`."""
         strips = self._strips and not continues
         for text in super().stream(ids):
             if kept := text.removeprefix(" ") if strips else text:

@@ -1,6 +1,6 @@
 """Documents from text, JSONL and Parquet files, read piece by piece in bounded memory.
 
-The documents of a source join to one text: text files at line ends, other documents with blank lines.
+The documents of a source are joined into one text: text files at line ends, other documents with blank lines.
 """
 
 import codecs
@@ -18,12 +18,12 @@ from attnlab.support.errors import UserError
 from attnlab.support.extras import require
 
 CHUNK = 1 << 20  # bytes read at once
-LONGEST_LINE = 1 << 30  # bytes of a document in JSONL
+LONGEST_LINE = 1 << 30  # bytes of a JSONL document
 SEPARATOR = "\n\n"  # between documents that are not files
 
 
 class Piece(NamedTuple):
-    """A part of a document; `ends` at its end, `held_out` in a validation split of the source."""
+    """A part of a document; `ends` marks its last part, `held_out` a validation split of the source."""
 
     text: str
     ends: bool = True
@@ -32,19 +32,19 @@ class Piece(NamedTuple):
 
 @runtime_checkable
 class Source(Protocol):
-    """A text in pieces, which can be read several times; `feature` is where its documents hold the text, or ""."""
+    """A text in pieces that can be read several times; `feature` names the field with its documents' text, or is ""."""
 
     feature: str
 
     def signature(self) -> list | None:
-        """A key of the content without reading it: paths, sizes, times, …; None if there is none."""
+        """A key that identifies the content without reading it: paths, sizes, times, …; None if there is none."""
 
     def pieces(self) -> Iterator[Piece]:
-        """The text; UserError for files that cannot be read."""
+        """Yield the text; raise UserError for files that cannot be read."""
 
 
 class PythonDocs(NamedTuple):
-    """The language reference in every CPython, topic by topic; it differs between Python versions."""
+    """The language reference that comes with CPython, topic by topic; it differs between Python versions."""
 
     feature: str = ""
 
@@ -75,7 +75,7 @@ class Files(NamedTuple):
 
 
 def find(path: str, feature: str = "") -> Files:
-    """The files of a path (which wins over a glob of the same name) or a glob, all of one kind."""
+    """Find the files of a path or a glob, all of one kind; a path wins over a glob of the same name."""
     expanded = os.path.expanduser(path)
     paths = [expanded] if os.path.exists(expanded) else sorted(glob.glob(expanded, recursive=True))
     if not paths:

@@ -2,8 +2,8 @@
 
 A store is written once, by all cores, and found by its key: the text's sha256, the start of the validation part, the
 tokenizer's sha256, the packing and the version of the format. Its bytes depend on nothing else. It is written to
-`KEY.*.partial`, read again and compared, and renamed; one that was interrupted starts again. Whoever opens it checks
-the manifest and the sizes of its files.
+`KEY.*.partial`, read back and compared, and renamed; an interrupted write starts again. Opening a store checks its
+manifest and the sizes of its files.
 
 Files of a store: `manifest.json`; `SPLIT.bin`, token ids as uint8, uint16 or uint32, little-endian, the smallest that
 holds the vocabulary; with packing "documents" `SPLIT.documents.bin`, the start of each document as int64.
@@ -32,7 +32,7 @@ from attnlab.support.errors import UserError
 from attnlab.support.paths import lock, write_bytes
 
 VERSION = 4
-UNIT = 1 << 20  # characters, about, that a thread encodes at a time
+UNIT = 1 << 20  # characters that a thread encodes at a time, about
 SPLITS = ("train", "validation")
 _MANIFEST = "manifest.json"
 
@@ -52,7 +52,7 @@ def load(
       tokenizer: encodes it.
       packing: "stream" encodes each split as one text; "documents" encodes each document separately, and stores its
         start.
-      folder: where stores are; attnlab's cache folder if empty.
+      folder: contains the stores; attnlab's cache folder if empty.
       quiet: print no progress.
 
     Raises:
@@ -91,7 +91,7 @@ def load(
 
 
 class Store:
-    """A complete token store; its manifest and the sizes of its files are checked, their content by `verify`.
+    """A complete token store; opening it checks its manifest and the sizes of its files, `verify` their content.
 
     Args:
       path: its folder.
@@ -102,7 +102,7 @@ class Store:
       train, validation: `Tokens` of the splits.
 
     Raises:
-      UserError: it is missing, damaged, or has another key.
+      UserError: the store is missing, damaged, or has another key.
     """
 
     def __init__(self, path: Path, key: dict):
@@ -123,7 +123,7 @@ class Store:
         self.train, self.validation = (Tokens(path, split, **manifest["splits"][split]) for split in SPLITS)
 
     def verify(self) -> None:
-        """Compare the content of all files with their sha256 sums, which reads them whole.
+        """Read all files whole, and compare their content with their sha256 sums.
 
         Raises:
           UserError: they differ.
@@ -139,7 +139,7 @@ def _damaged(path: Path, why: str) -> UserError:
 
 
 class Tokens:
-    """The token ids of one split, mapped into memory; its files must stay as they are.
+    """The token ids of one split, mapped into memory; its files must not change.
 
     Attributes:
       documents: int64 `[documents]`, the start of each document; empty with packing "stream".
@@ -176,7 +176,7 @@ class Tokens:
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:
-    if not path.exists() or not path.stat().st_size:  # no map is empty
+    if not path.exists() or not path.stat().st_size:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     return np.asarray(np.memmap(path, dtype, "r"))
 
@@ -186,13 +186,13 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
 
 @contextlib.contextmanager
 def _lock(path: Path, name: str, quiet: bool):
-    """Only one process per machine writes a store; the others wait for it, and then find it."""
+    """Let only one process per machine write a store; the others wait for it, and then find it."""
     with path.open("a") as file:
         if not lock(file.fileno()):
             if not quiet:
                 print(f"waiting for another process that tokenises {name}", flush=True)
             lock(file.fileno(), wait=True)
-        yield  # without locks both write the store
+        yield  # without locks, both processes write the store
         path.unlink(missing_ok=True)
 
 
@@ -206,14 +206,14 @@ def _make(path: Path, key: dict, corpus: Corpus, tokenizer: tokenizers.Tokenizer
         manifest["sha256"] = cache.digest(manifest)
         write_bytes(partial / _MANIFEST, json.dumps(manifest, indent=1).encode(), sync=True)
         Store(partial, key).verify()
-        if not path.exists():  # on a file system without locks two processes write it
+        if not path.exists():  # on a file system without locks, another process may have written it
             partial.rename(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_splits(folder: Path, corpus: Corpus, tokenizer, packing: str, progress: DataProgress) -> dict[str, dict]:
-    """Write the files of both splits; the manifest's part about them."""
+    """Write the files of both splits; return the manifest's part about them."""
     size, workers = tokenizer.vocab_size, _workers()
     dtype = np.dtype("u1" if size <= 1 << 8 else "<u2" if size <= 1 << 16 else "<u4")
     splits = {split: {"dtype": dtype.str, "characters": 0, "bytes": 0} for split in SPLITS}
@@ -234,7 +234,7 @@ def _write_splits(folder: Path, corpus: Corpus, tokenizer, packing: str, progres
 
 
 class _NewFile:
-    """A file that is written, and then on the disk; `facts` are its size and sha256."""
+    """A file that is synced to the disk at the end; `facts` are then its size and sha256."""
 
     def __init__(self, path: Path):
         self._file, self._digest = path.open("wb"), hashlib.sha256()
@@ -258,9 +258,9 @@ def _workers() -> int:
 
 
 def _units(corpus: Corpus, tokenizer: tokenizers.Tokenizer, packing: str) -> Iterator[tuple[str, list]]:
-    """A split, and some of its parts, about `UNIT` characters: texts that are encoded separately.
+    """Yield a split and some of its parts, about `UNIT` characters: texts that are encoded separately.
 
-    With each text is whether it continues a document. With packing "stream" each split is one document.
+    Each text comes with whether it continues a document. With packing "stream", each split is one document.
     """
     unit, length, last = [], 0, None
     for (split, _), group in itertools.groupby(_numbered(corpus, packing), operator.itemgetter(0)):
@@ -275,7 +275,7 @@ def _units(corpus: Corpus, tokenizer: tokenizers.Tokenizer, packing: str) -> Ite
 
 
 def _numbered(corpus: Corpus, packing: str) -> Iterator[tuple[tuple[str, int], str]]:
-    """The split and the number of its document, and the text, which is no longer than a unit, of each piece."""
+    """Yield ((split, number of the document), text) for the pieces, cut into texts of at most `UNIT` characters."""
     number = 0
     for split, piece in corpus.pieces():
         for start in range(0, len(piece.text), UNIT):
@@ -284,7 +284,7 @@ def _numbered(corpus: Corpus, packing: str) -> Iterator[tuple[tuple[str, int], s
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, dtype: np.dtype, split: str, unit: list) -> tuple:
-    """The split, a unit's tokens, the index of each document's first token, and its text's characters and bytes."""
+    """Return the split, the unit's tokens, the index of each document's first token, and the characters and bytes."""
     text = "".join(part for part, _ in unit)
     ids = [tokenizer.encode(part, continues) for part, continues in unit]
     starts = np.cumsum([0, *map(len, ids)])[:-1][[not continues for _, continues in unit]]

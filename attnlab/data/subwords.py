@@ -1,6 +1,6 @@
-"""Tokenizers by word or subword, whose vocabularies Hugging Face's `tokenizers` trains on a text.
+"""Word and subword tokenizers, with vocabularies that Hugging Face's `tokenizers` trains on a text.
 
-The same text gives the same vocabulary in every process. Byte-level BPE of published models is read by the same class.
+The same text gives the same vocabulary in every process. The same class reads the byte-level BPE of published models.
 """
 
 import json
@@ -25,12 +25,12 @@ CONTINUES = "##"
 
 
 class TrainedTokenizer(LibraryTokenizer):
-    """One token per word or part of a word, of a trained vocabulary.
+    """One token of a trained vocabulary per word or part of a word.
 
     Args:
       kind: "word", "bpe" or "wordpiece", as in `attnlab.data.tokenizers.make`.
       tokenizer: the Hugging Face tokenizer with the vocabulary.
-      end_of_text: the tokens that end a text; () for tokens with a usual name.
+      end_of_text: the tokens that end a text; () for the tokens named in `ENDS`.
     """
 
     def __init__(self, kind: str, tokenizer: huggingface.Tokenizer, end_of_text: Sequence[int] = ()):
@@ -44,8 +44,8 @@ class TrainedTokenizer(LibraryTokenizer):
         self._unknown = set(range(256)) - {piece[0] for piece in pieces if len(piece) == 1}
 
     def _find_word_end(self, content: dict) -> re.Pattern:
-        # Llama 3's and Qwen's take a full stop and the following new lines as one word, and some prepend a space to a
-        # text without one, so parts must begin with a space.
+        # Llama 3 and Qwen take a full stop and the following new lines as one word, and some tokenizers prepend a space
+        # to a text without one, so parts must begin with a space.
         is_ours = any(is_same(content["pre_tokenizer"], one) for one in (WORDS, BYTE_LEVEL))
         return super()._find_word_end(content, before=" \n" if is_ours else " ")
 
@@ -58,8 +58,8 @@ class TrainedTokenizer(LibraryTokenizer):
         """
         if not text:
             raise UserError("the text is empty: give a text with at least a few thousand characters")
-        # The library reserves memory for all tokens, and a text has no more than this: bytes, characters, and one for
-        # each pair that is merged.
+        # The library reserves memory for all tokens, and a text cannot have more than these: bytes, characters, and
+        # one for each merged pair.
         vocab_size = min(vocab_size, 256 + 2 * len(characters or "") + 3 * len(text))
         if kind == "wordpiece":
             return cls(
@@ -68,7 +68,7 @@ class TrainedTokenizer(LibraryTokenizer):
         return cls(kind, (_train_bpe if kind == "bpe" else _train_words)(text, vocab_size))
 
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
-        """As `Tokenizer.encode`; "wordpiece" and a published "bpe" may lack a character."""
+        """See `Tokenizer.encode`; "wordpiece" and a published "bpe" may lack a character."""
         encoded = utf8(text)
         if self.kind == "wordpiece":
             check_known(text, self._characters)
@@ -127,15 +127,15 @@ def _trained(model, pre_tokenizer, trainer, text: str) -> huggingface.Tokenizer:
 
 
 def is_same(saved: dict | None, pre_tokenizer) -> bool:
-    """Whether a `tokenizer.json` has a pre-tokenizer."""
+    """Whether `saved`, from a `tokenizer.json`, describes this pre-tokenizer."""
     return saved == json.loads(pre_tokenizer.__getstate__())
 
 
 def _bytes_of(kind: str, token: str) -> bytes:
-    """The UTF-8 bytes of a token of the library."""
+    """The UTF-8 bytes of one of the library's tokens."""
     if kind == "bpe":
         return bytes(GPT2_BYTES[character] for character in token)
-    # Only continuing word pieces begin with "##": every # of a text is a word by itself.
+    # Only continuing word pieces begin with "##", because every # of a text is a word by itself.
     return (token.removeprefix(CONTINUES) if kind == "wordpiece" else token).encode()
 
 

@@ -32,17 +32,17 @@ class CharTokenizer(Tokenizer):
             raise ValueError("a character vocabulary must list each character once, in code point order")
         self.characters, self.vocab_size = characters, len(characters)
         points = code_points(characters).astype(np.int64)
-        # The token of each code point; −1 for no token, and last for all larger code points.
+        # The token of each code point, −1 if there is none; the last entry is for all larger code points.
         self._ids = np.full(points.max(initial=-1) + 2, -1, np.int32)
         self._ids[points] = np.arange(len(points))
 
     @classmethod
     def of(cls, text: str) -> "CharTokenizer":
-        """The tokenizer of all characters of `text`."""
+        """Build the tokenizer of all characters in `text`."""
         return cls(np.unique(code_points(text)).tobytes().decode("utf-32-le"))
 
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
-        """As `Tokenizer.encode`; UserError for a character that is not in the vocabulary."""
+        """See `Tokenizer.encode`; raises UserError for a character that is not in the vocabulary."""
         ids = self._ids[np.minimum(code_points(text), len(self._ids) - 1)]
         if len(ids) and ids.min() < 0:
             check_known(text, self.characters)
@@ -63,7 +63,7 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 256
 
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
-        """The UTF-8 bytes of `text`, int32 `[length]`; UserError for lone surrogates."""
+        """The UTF-8 bytes of `text`, int32 `[length]`; raises UserError for lone surrogates."""
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def stream(self, ids: Iterator[int], continues: bool = False) -> Iterator[str]:
@@ -145,7 +145,7 @@ def load(path: Path) -> Tokenizer:
 
 
 def from_dict(saved: dict) -> Tokenizer:
-    """The tokenizer with the `to_dict` `saved`; any exception for other content."""
+    """Build the tokenizer whose `to_dict` is `saved`; other content may raise any exception."""
     kind, ends = saved.get("kind"), saved.get("end_of_text", ())
     if kind not in (*KINDS, "sentencepiece"):
         raise ValueError(f"its kind is {kind!r}, not one of {', '.join(KINDS)}")

@@ -1,1 +1,1 @@
-"""Generating and scoring text: drawing, decoding, stop strings, log-probabilities."""
+"""Generate and score text: drawing, decoding, stop strings, log-probabilities."""

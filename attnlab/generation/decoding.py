@@ -1,7 +1,7 @@
-"""Decoding: texts in parallel, token by token, each as if it were alone.
+"""Decode texts in parallel, token by token, each as if it were alone.
 
-Prompts of different lengths are prefilled together with padding at the right, which caches do not keep. The newest
-token of a text is never in the caches: each step feeds it, and draws the next.
+Prompts of different lengths are prefilled together, padded on the right; the caches do not keep the padding. The newest
+token of a text is never in the caches: each step feeds it and draws the next one.
 """
 
 import functools
@@ -52,17 +52,17 @@ def generate(
     stop: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
 ) -> Iterator[np.ndarray]:
-    """Sample tokens one by one, with the caches of the layers.
+    """Sample tokens one by one, using the layers' caches.
 
     Args:
       model, params: a `GPT` and its variables, as in `model.apply(params, tokens)`.
       prompt: int `[length]`, at least one token, or a list of such prompts of any lengths, which are continued in
-        parallel, each as if it were alone; of a prompt longer than the context, only the end is used, whatever the
-        layers, though recurrent ones then remember all tokens that are generated.
+        parallel, each as if it were alone. If a prompt is longer than the context, only its end is used, whatever the
+        layers, although recurrent layers then remember all generated tokens.
       max_tokens: number of tokens to generate for each text.
       temperature, top_k, top_p, min_p, repetition_penalty, vocab_size: see `Draw`; vocab_size is for a model that has
         more tokens than its tokenizer.
-      seed: token t of sample n of a prompt depends only on the prompt and (seed, n, t). So equal prompts have equal
+      seed: token t of sample n of a prompt depends only on the prompt and (seed, n, t). So equal prompts get equal
         samples; for different samples, raise num_samples.
       num_samples: number of texts to generate for each prompt, which is read once.
       end: tokens that end a text, e.g. the token "<|endoftext|>".
@@ -71,11 +71,11 @@ def generate(
 
     Yields:
       int32 `[rows]`, the next token of each text: row p · num_samples + n for sample n of prompt p; −1 for a text that
-      has ended. It stops when all have.
+      has ended. Iteration stops when all texts have ended.
 
     Raises:
       ValueError: an empty prompt, a prompt that is not a list of token ids, or `stop` without a tokenizer.
-      UserError: a stop string that no tokens make.
+      UserError: a stop string that no tokens can form.
 
     >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
@@ -120,11 +120,11 @@ def decode(
     Args:
       prompts: int `[length]` each, of any lengths.
       draw: draws a token from its logits.
-      stop: takes a text's drawn tokens and the number of them in the previous call, returns the number of tokens after
+      stop: takes a text's drawn tokens and their number in the previous call; returns the number of tokens after
         which the text ends, or None; see `StopStrings.after`.
 
     Yields:
-      A `Step`, of sample n of prompt p in row p · num_samples + n, until all texts have ended.
+      A `Step`, with sample n of prompt p in row p · num_samples + n, until all texts have ended.
 
     >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
@@ -133,7 +133,7 @@ def decode(
     (9, (2,), True)
     """
     if jax.default_backend() == "cpu" and model.dtype == jnp.bfloat16:
-        model = model.replace(dtype=jnp.float32)  # the time of a step is the time to read the float32 parameters
+        model = model.replace(dtype=jnp.float32)  # a step takes as long as reading the float32 parameters
     params = unstack_layers(params)
     texts = [np.asarray(prompt).tolist() for prompt in prompts for _ in range(num_samples)]
     state = _start(model, draw, params, prompts, texts, max_tokens, drawing.keys(seed, num_samples))
@@ -146,7 +146,7 @@ def decode(
         begin = time.perf_counter()
         state, tokens, logprobs, counts = decode_ahead(model, draw, tuple(end), params, state, ahead, max_tokens)
         tokens, logprobs, counts, active = (np.array(x) for x in (tokens, logprobs, counts, state.active))
-        if time.perf_counter() - begin < 0.05:  # longer loops print in bursts
+        if time.perf_counter() - begin < 0.05:  # longer loops would print in bursts
             ahead = min(8 * ahead, AHEAD)
         fed += counts
         known, drawn = drawn, drawn + int(counts.max())
@@ -161,10 +161,10 @@ def decode(
 
 
 def _start(model, draw, params, prompts, texts, max_tokens, keys) -> State:
-    """Read each prompt once, for all its samples."""
+    """Prefill each prompt once, for all its samples."""
     windows = [np.asarray(prompt, np.int32)[-model.config.context : -1] for prompt in prompts]
     copies = len(texts) // len(prompts)
-    # The time of attention grows with the capacity of its caches.
+    # The time of attention grows with the capacity of the caches.
     capacity = min(model.config.context, _power_of_two(max(map(len, windows)) + max_tokens))
     caches = _prefill(model, params, *_padded(windows, capacity), copies, capacity)
     seen = None
@@ -183,7 +183,7 @@ def _start(model, draw, params, prompts, texts, max_tokens, keys) -> State:
 
 
 def _padded(windows, longest) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids `[N, T]` with zeros at the right, and lengths; T is a power of two, so that few are compiled."""
+    """Token ids `[N, T]` with zeros on the right, and lengths; T is a power of two, so that few shapes are compiled."""
     lengths = np.array([len(window) for window in windows], np.int32)
     tokens = np.zeros((len(windows), min(longest, _power_of_two(int(lengths.max())))), np.int32)
     for row, window in zip(tokens, windows):
@@ -196,20 +196,20 @@ def _power_of_two(least: int) -> int:
 
 
 def _read_again(model, params, state: State, texts, due) -> tuple[State, int]:
-    """Prefill the last half of the context of the `due` texts; the new state, and the number of tokens fed."""
+    """Prefill the last half of the context of the `due` texts; return the new state and the number of tokens fed."""
     (rows,) = np.nonzero(due)
-    # A power of two, so that few numbers of rows are compiled.
+    # A power of two, so that few shapes are compiled.
     rows = np.resize(rows, min(len(due), _power_of_two(len(rows))))
     half = max(1, model.config.context // 2)
     windows = [np.array(texts[row][-half:-1], np.int32) for row in rows]
-    # The context is the capacity of the caches of any texts that have become so long.
+    # The caches of texts this long have the context as their capacity.
     caches = _refill(model, params, state.caches, rows, *_padded(windows, half))
     return state._replace(caches=caches), half - 1
 
 
 @functools.partial(jax.jit, static_argnames=("model", "copies", "capacity"))
 def _prefill(model, params, tokens, lengths, copies, capacity):
-    """Caches of the first tokens of each row of `tokens` `[N, T]`, each row `copies` times."""
+    """Caches of the first `lengths` tokens of each row of `tokens` `[N, T]`, each row `copies` times."""
     _, caches = model.apply(params, tokens, caches=model.init_caches(len(tokens), capacity), lengths=lengths)
     return jax.tree.map(lambda leaf: jnp.repeat(leaf, copies, axis=0), caches)
 

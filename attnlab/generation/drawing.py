@@ -1,4 +1,4 @@
-"""Drawing the next token from its logits."""
+"""Draw the next token from its logits."""
 
 import functools
 from typing import NamedTuple
@@ -42,7 +42,7 @@ class Draw(NamedTuple):
     def __call__(
         self, logits: Float[Array, "N V"], uniform: Float[Array, " N"], seen: Bool[Array, "N V"] | None = None
     ) -> Int[Array, " N"]:
-        """A token for each row of logits: the first at which the cumulative probability exceeds `uniform`.
+        """Draw a token for each row of logits: the first at which the cumulative probability exceeds `uniform`.
 
         Args:
           logits: `[N, V]`.
@@ -64,15 +64,15 @@ class Draw(NamedTuple):
         if self.min_p > 0:  # the largest logit is 0
             logits = jnp.where(logits < jnp.log(self.min_p), -jnp.inf, logits)
         p = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-        # Sums are rounded, and must not grow at a token of probability 0.
+        # Rounded sums must not grow at a token of probability 0, or it could be drawn.
         sums = jnp.where(p > 0, jnp.cumsum(p, axis=-1), 0)
         return (sums > uniform[:, None] * sums.max(axis=-1, keepdims=True)).argmax(axis=-1).astype(jnp.int32)
 
     def _nucleus(self, logits):
-        """Whether each token is among the most likely that sum to `top_p`."""
+        """Whether each token is among the most likely tokens whose probabilities sum to `top_p`."""
         order = jnp.flip(jnp.argsort(logits, axis=-1), axis=-1)
         p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1))
-        # A token is kept if the tokens before it sum to less than top_p; the first always, even if its p rounds to 1.
+        # Keep a token if the tokens before it sum to less than top_p; always keep the first, even if its p rounds to 1.
         kept = (jnp.cumsum(p, axis=-1) - p < self.top_p).at[:, 0].set(True)
         return jnp.zeros_like(kept).at[jnp.arange(len(logits))[:, None], order].set(kept)
 

@@ -1,4 +1,4 @@
-"""The compiled loop of decoding, which draws several tokens of each text on the device."""
+"""The compiled decoding loop, which draws several tokens of each text on the device."""
 
 import functools
 from typing import Any, NamedTuple
@@ -16,10 +16,10 @@ AHEAD = 64  # most tokens that one loop draws for a text before they are yielded
 
 
 class State(NamedTuple):
-    """Texts on the device, one a row."""
+    """Texts on the device, one per row."""
 
     token: Array  # int32 [N], the newest token, not in the caches yet
-    caches: tuple[Any, ...]  # of all tokens before it, one a layer; each has a length [N]
+    caches: tuple[Any, ...]  # one per layer, of all tokens before `token`; each has a length [N]
     keys: Array  # [N], keys of the random numbers
     place: Array  # int32 [N], tokens drawn so far
     active: Array  # bool [N]
@@ -27,7 +27,7 @@ class State(NamedTuple):
 
 
 def rolls(model: GPT) -> bool:
-    """Whether caches of long texts go on; otherwise the last half of the context is read again."""
+    """Whether caches roll on beyond the context; otherwise the last half of the context is read again."""
     return model.config.position_encoding not in ("learned", "sinusoidal")
 
 
@@ -35,11 +35,11 @@ def rolls(model: GPT) -> bool:
 def decode_ahead(model: GPT, draw: Draw, end: tuple[int, ...], params, state: State, ahead, max_tokens):
     """Draw up to `ahead` ≤ `AHEAD` tokens on the device, fewer if all texts end or a cache that cannot roll is full.
 
-    Texts end at a token of `end`. Returns the state; tokens and log-probabilities `[N, AHEAD]`; and the number `[N]` of
-    valid ones.
+    Texts end at a token of `end`. Return the state; tokens and log-probabilities `[N, AHEAD]`; and the number `[N]` of
+    valid tokens.
     """
     rows = len(state.token)
-    # Before the loop, because within it random bits would take half of a small model's time.
+    # Drawn before the loop, because within it random bits would take half of a small model's time.
     numbers = drawing.uniform(state.keys, state.place[:, None] + jnp.arange(AHEAD, dtype=jnp.int32))
     state = state._replace(active=state.active & (state.place < max_tokens))
     first = state.place
@@ -51,7 +51,7 @@ def decode_ahead(model: GPT, draw: Draw, end: tuple[int, ...], params, state: St
 
     def extend(carry):
         step, state, drawn, logprobs = carry
-        # Texts that have ended are left out of the caches.
+        # Texts that have ended add nothing to the caches.
         logits, caches = model.apply(
             params, state.token[:, None], caches=state.caches, lengths=state.active.astype(jnp.int32)
         )

@@ -1,4 +1,4 @@
-"""Prompts from files, and files of texts."""
+"""Read prompts from files, and write files of texts."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from attnlab.support.paths import lock, named, new_file
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts in a file, or "-": the field "prompt" of each line of *.jsonl, otherwise each non-blank line."""
+    """Read the prompts in a file, or "-": the field "prompt" of each line of *.jsonl, otherwise each non-blank line."""
     try:
         text = sys.stdin.read().removeprefix("\ufeff") if path == "-" else files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -37,10 +37,10 @@ def _prompt(path: str, number: int, line: str) -> str:
 
 
 class Records:
-    """A new JSONL file, which appears when it is complete.
+    """A new JSONL file that appears when it is complete.
 
-    Until then its lines are in a file beside it, named by `settings`: the same command resumes after the last line, or
-    the last whole `group`; a command with other settings starts anew.
+    Until then its lines are in a file beside it, named after `settings`. The same command resumes after the last line
+    or the last complete `group`; a command with other settings starts anew.
     """
 
     def __init__(self, path: str | Path, settings: dict, group: int = 1):
@@ -48,7 +48,7 @@ class Records:
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
         self._part = self.path.with_name(f".{self.path.name}.{digest}.part")
         self._file = self._part.open("a+b", buffering=0)
-        if not lock(self._file.fileno()) or self.path.exists():  # written since by another, which held the lock
+        if not lock(self._file.fileno()) or self.path.exists():  # another command held the lock and wrote it
             self._file.close()
             raise UserError(f"--out={path}: another command writes it: wait for it, or give another file")
         self._file.seek(0)
@@ -60,7 +60,7 @@ class Records:
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         content = text.encode("utf-8", errors="replace")
         with named(self._part):
-            while content:  # on a disk that is nearly full, a part is written
+            while content:  # if the disk is nearly full, only a part is written
                 content = content[self._file.write(content) :]
         self.count += len(records)
 
@@ -71,7 +71,7 @@ class Records:
         self._file.close()
         if kind is None:
             try:
-                os.link(self._part, self.path)  # unlike a renaming, never overwrites
+                os.link(self._part, self.path)  # unlike a rename, never overwrites
             except FileExistsError as error:
                 raise UserError(f"{self.path} exists by now: the texts are in {self._part}") from error
             self._part.unlink()

@@ -20,9 +20,9 @@ class Score(NamedTuple):
       nats: −log p, summed over the predicted tokens: all but the first.
       tokens: number of predicted tokens.
       nats_per_token: the cross-entropy, nats / tokens; NaN without predicted tokens.
-      bits_per_byte: of UTF-8, comparable between tokenizers: nats_per_token · (tokens of the text) / (its bytes) / ln
-        2, as in the metrics of training.
-      logprobs: float32 `[tokens]`, log p of each.
+      bits_per_byte: comparable between tokenizers: nats_per_token · (tokens of the text) / (its UTF-8 bytes) / ln 2,
+        as in the training metrics.
+      logprobs: float32 `[tokens]`, log p of each predicted token.
     """
 
     nats: float
@@ -33,11 +33,11 @@ class Score(NamedTuple):
 
 
 def score(run, texts: Sequence[str], *, batch_size: int = 8) -> list[Score]:
-    """Score texts: the probability of each token after the tokens before it.
+    """Score texts by the probability of each token after the tokens before it.
 
     The first token is not predicted, as in the loss of `transformers`. In a text longer than the model's context C, the
-    tokens after the first C + 1 are predicted from more than C/2 and at most C tokens before them: windows of C tokens
-    begin ⌊C/2⌋ tokens apart, and each scores the tokens that earlier windows have not.
+    tokens after the first C + 1 are predicted from more than C/2 and at most C tokens before them: a window of C tokens
+    begins every ⌊C/2⌋ tokens, and scores the tokens that earlier windows have not.
 
     Args:
       run: a model, its parameters and its tokenizer, from `attnlab.load`.
@@ -76,10 +76,10 @@ def _score(text: str, length: int, logprobs: np.ndarray) -> Score:
 
 
 def logprobs(model: GPT, params, texts: Sequence[np.ndarray], *, batch_size: int = 8) -> list[np.ndarray]:
-    """Log-probabilities float32 `[length − 1]` of the tokens of each text, int `[length]`; see `score`."""
+    """Log-probabilities, float32 `[length − 1]`, of the tokens of each text, int `[length]`; see `score`."""
     found = [np.zeros(max(0, len(text) - 1), np.float32) for text in texts]
     windows = [(at, start) for at, row in enumerate(found) for start in _starts(len(row), model.config.context)]
-    # Windows of similar lengths together, because the shorter are padded.
+    # Batch windows of similar lengths, because shorter ones are padded.
     windows.sort(key=lambda window: -min(model.config.context, len(found[window[0]]) - window[1]))
     for first in range(0, len(windows), batch_size):
         batch = windows[first : first + batch_size]
@@ -90,14 +90,14 @@ def logprobs(model: GPT, params, texts: Sequence[np.ndarray], *, batch_size: int
             row[: len(window)] = window
         losses = np.asarray(_losses(model, params, tokens[:, :-1], tokens[:, 1:]))
         for row, (at, start) in zip(losses, batch):
-            done = model.config.context - _stride(model.config.context) if start else 0  # by earlier windows
+            done = model.config.context - _stride(model.config.context) if start else 0  # scored by earlier windows
             target = found[at][start + done : start + len(row)]
             target[:] = -row[done : done + len(target)]
     return found
 
 
 def _starts(count: int, context: int) -> range:
-    """Starts of the windows over `count` predictions: the first scores `context` of them, the others a stride each."""
+    """Starts of the windows over `count` predictions; the first scores `context` of them, each other a stride."""
     stride = _stride(context)
     return range(0, max(1, count - context + stride), stride) if count else range(0)
 

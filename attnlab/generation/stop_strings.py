@@ -7,7 +7,7 @@ from attnlab.support.errors import UserError
 
 
 class StopStrings:
-    """Strings that end a text, across token boundaries; UserError for a string that no tokens make."""
+    """Strings that end a text, across token boundaries; raises UserError for a string that no tokens can form."""
 
     def __init__(self, strings: Sequence[str], tokenizer: Tokenizer):
         if isinstance(strings, str):
@@ -17,28 +17,28 @@ class StopStrings:
         self.strings, self.tokenizer = tuple(strings), tokenizer
 
     def after(self, tokens: list[int], known: int) -> int | None:
-        """The number of tokens up to the end of the first stop string, or None; it is not in the first `known`."""
+        """The number of tokens up to the end of the first stop string, or None; the first `known` tokens have none."""
         if self.strings and self._is_in(tokens):
             return next((last for last in range(known + 1, len(tokens) + 1) if self._is_in(tokens[:last])), None)
         return None
 
     def _is_in(self, tokens: list[int]) -> bool:
-        # A last U+FFFD may be a part of a character, which the next token completes.
+        # A final U+FFFD may be part of a character that the next token completes.
         text = self.tokenizer.decode(tokens, continues=True).removesuffix("\ufffd")
         return cut(text, self.strings)[1] is not None
 
 
 def cut(text: str, strings: Sequence[str]) -> tuple[str, str | None]:
-    """The text before the string that ends first in it, and that string; the whole text and None without one.
+    """Return the text before the string that ends first in it, and that string; without one, the whole text and None.
 
-    Of two that end together it is the longer one. So a text that grows is cut at the same place whatever its pieces.
+    If two strings end together, it is the longer one. So a growing text is cut at the same place whatever its pieces.
     """
     found = [(at + len(string), at, string) for string in strings if (at := text.find(string)) >= 0]
     return (text[: min(found)[1]], min(found)[2]) if found else (text, None)
 
 
 def before_stop(pieces: Iterable[str], strings: Sequence[str]) -> Iterator[str]:
-    """Pieces of a text up to the first of some strings, held back while they may begin one."""
+    """Yield pieces of a text up to the first of some strings, holding back text that may begin one."""
     held = ""
     for piece in pieces:
         held, string = cut(held + piece, strings)
@@ -53,12 +53,12 @@ def before_stop(pieces: Iterable[str], strings: Sequence[str]) -> Iterator[str]:
 
 
 def _begun(text: str, string: str) -> int:
-    """The length of the longest end of a text that is a proper beginning of a string."""
+    """The length of the longest suffix of `text` that is a proper prefix of `string`."""
     return next(n for n in range(min(len(text), len(string) - 1), -1, -1) if text.endswith(string[:n]))
 
 
 def _check(string: str, tokenizer: Tokenizer) -> None:
-    """Raise UserError if no tokens make a stop string."""
+    """Raise UserError if no tokens can form a stop string."""
     if not string:
         raise UserError("a stop string is empty: give one or more characters, or leave it out")
     try:
@@ -70,7 +70,7 @@ def _check(string: str, tokenizer: Tokenizer) -> None:
 
 
 def _made_of(string: str, pieces: list[str]) -> bool:
-    """Whether a sequence of pieces contains a string."""
+    """Whether some concatenation of pieces contains a string."""
     if any(string in piece for piece in pieces):
         return True
     reached = {n for n in range(1, len(string)) if any(piece.endswith(string[:n]) for piece in pieces)}

@@ -17,9 +17,9 @@ class Completion(NamedTuple):
 
     Attributes:
       prompt: the prompt.
-      sample: its number among the samples of the prompt.
+      sample: number of this text among the samples of the prompt.
       text: the generated text, without a stop string or end of text.
-      tokens: all drawn tokens, a stop string and the end of text included.
+      tokens: all drawn tokens, including a stop string and the end of text.
       logprobs: their log-probabilities under the model, see `decoding.Step`.
       stopped_by: "max_tokens", "stop" (a stop string) or "end_of_text".
     """
@@ -57,7 +57,7 @@ def complete(
       A `Completion` for each sample of each prompt, in order.
 
     Raises:
-      UserError: a prompt that the tokenizer cannot encode, or a stop string that no tokens make.
+      UserError: a prompt that the tokenizer cannot encode, or a stop string that no tokens can form.
 
     >>> from attnlab.data.tokenizers import ByteTokenizer
     >>> from attnlab.loading import Run
@@ -100,7 +100,7 @@ class Drawn:
 
 
 def recorded(steps: Iterable[Step], drawn: Sequence[Drawn]) -> Iterator[Step]:
-    """Yield the steps, and append them to the texts `drawn`, one a row."""
+    """Yield the steps, and append their tokens to the texts `drawn`, one per row."""
     for step in steps:
         for row, token, logprob in zip(drawn, step.tokens.tolist(), step.logprobs.tolist()):
             if token >= 0:
@@ -110,7 +110,7 @@ def recorded(steps: Iterable[Step], drawn: Sequence[Drawn]) -> Iterator[Step]:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | None) -> np.ndarray:
-    """Token ids of a prompt, int `[length]`; without a prompt, of a new line, or else the first token.
+    """Token ids of a prompt, int `[length]`; without a prompt, a new line or, if that has no token, token 0.
 
     Raises:
       UserError: the tokenizer does not know a character.

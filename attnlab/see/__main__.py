@@ -1,4 +1,4 @@
-"""See what a trained model attends to, in one HTML page that needs no network.
+"""Show what a trained model attends to, in one HTML page that works offline.
 
     attnlab see --workdir=runs/quickstart
     attnlab see --workdir=runs/quickstart --checkpoints=all --prompt="The class " --prompt="def f(x):"
@@ -6,12 +6,12 @@
 
 Train the second folder with --config.checkpoint.history=20, which keeps checkpoints of the whole run. The third holds a
 Hugging Face model: `config.json`, `model.safetensors`, and its tokenizer files. Without a prompt, the page shows a
-window of the run's validation text; for a run on a text file that has moved, name it with --text. `python -m
-attnlab.see` is the same command.
+window of the run's validation text; if the run's text file has moved, name it with --text. `python -m attnlab.see` is
+the same command.
 
-The page also has scores and the effect of each head. Duplicate and induction heads are scored on 32 sequences of random
-tokens, each repeating with a random period; the other kinds on up to 32 windows of the validation text, if there is
-one. The p-values printed are against the untrained model. The effect is the change of the loss on these windows, or on
+The page also shows scores and the effect of each head. Duplicate and induction heads are scored on 32 sequences of
+random tokens, each repeating with a random period; the other kinds on up to 32 windows of the validation text, if there
+is one. The printed p-values are against the untrained model. The effect is the change in loss, on these windows or on
 the prompts, when a head's output is replaced by its mean.
 """
 
@@ -43,14 +43,14 @@ from attnlab.training.loading import checkpoints_of, chosen_step, load, peek
 from attnlab.training.workdir import Workdir
 from attnlab.types import Array
 
-SEQUENCES = 32  # of scores and effects
-LONGEST = 128  # tokens, without --length
-UNTRAINED_HEADS = 16  # of a layer, at least, from several initializations
+SEQUENCES = 32  # for scores and effects
+LONGEST = 128  # tokens, unless --length is set
+UNTRAINED_HEADS = 16  # per layer, at least, from several initializations
 BY_TOKEN = ("duplicate", "induction")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     return commands.run(_define, functools.partial(_main, own_process=argv is None), __doc__, argv)
 
 
@@ -89,7 +89,7 @@ def _main(values, own_process: bool) -> int:
         start = time.perf_counter()
         try:
             found[step] = examine(load(workdir, "latest" if step is None else step).params)
-        except ValueError as error:  # as of damage, or of weights that are not finite
+        except ValueError as error:  # e.g. the checkpoint is damaged, or weights are not finite
             message = f"{_step(step)}: {commands.one_line(error)}"
             if values.checkpoints != "all":
                 raise UserError(message) from error
@@ -111,7 +111,7 @@ def _main(values, own_process: bool) -> int:
 
 
 def _checked_out(name: str | None, workdir: Path) -> Path:
-    """The path of a new page, or of an earlier page to replace; UserError for any other file."""
+    """Return the path of a new page or of an earlier page to replace; raise UserError for any other file."""
     out = Path(name) if name is not None else (workdir if workdir.is_dir() else workdir.parent) / "see.html"
     if name == "" or out.is_dir() or (name and not out.parent.is_dir()):
         raise UserError(f"--out={name}: expected a file in a folder that exists, e.g. --out=see.html")
@@ -121,7 +121,7 @@ def _checked_out(name: str | None, workdir: Path) -> Path:
 
 
 def _tell_of_mixers(model: GPT) -> None:
-    """Say which layers have no pattern, or one that is not of softmax; UserError if none has a pattern."""
+    """Print which layers have no pattern or one without a softmax; raise UserError if no layer has a pattern."""
     mixers = {layer.kind: layer.module for layer in model.config.used if issubclass(layer.module, CausalMixer)}
     read = [name for name, layer in mixers.items() if issubclass(layer, RecurrentMixer)]
     without = [name for name in mixers if name not in read]
@@ -157,8 +157,8 @@ class Subject(NamedTuple):
     prompts: Int[Array, "P T"]  # padded with zeros on the right
     labels: list[list[str]]  # the tokens of each prompt as text
     scored: tuple[tuple[Sequence[str], Int[Array, "N T"]], ...]  # kinds of heads, and the tokens they are scored on
-    predicted: Int[Array, "N T1"]  # tokens of the loss
-    measured_on: str  # `predicted` in words
+    predicted: Int[Array, "N T1"]  # tokens for the loss
+    measured_on: str  # a description of `predicted`
 
 
 def _subject(values, workdir: Path, model: GPT, tokenizer, config: RunConfig) -> Subject:
@@ -205,7 +205,7 @@ def _encoded(text: str, tokenizer, length: int, context: int) -> np.ndarray:
 def _windows(
     workdir: Path, config: RunConfig, length: int, text: str | None, is_optional: bool
 ) -> Int[np.ndarray, "N T1"] | None:
-    """Evenly spaced windows of the validation text, each of one document; None if unreadable and is_optional."""
+    """Evenly spaced windows of the validation text, each of one document; None if there are none and `is_optional`."""
     from attnlab.training import text as texts
 
     several = 32 if config.data.packing == "documents" else 1
@@ -247,17 +247,17 @@ class Findings(NamedTuple):
 
     run: see.Run
     scores: list[see.Scores]  # for each entry of `Subject.scored`
-    effects: see.Effects | None  # of ablating each head on the loss in nats
+    effects: see.Effects | None  # effect of ablating each head on the loss, in nats
 
 
 def _shares(pattern):
-    """Shares `[B, H, T, T]` of a recurrence; shares of several steps of one token, as delta_product has, are summed."""
+    """Shares `[B, H, T, T]` of a recurrence, summed over a token's steps (delta_product has several)."""
     *batch, length, steps = pattern.shape
     return see.shares(pattern).reshape(*batch, length, length, steps // length).sum(axis=-1)
 
 
 def _examiner(model: GPT, seed: int, subject: Subject, measures_effects: bool) -> Callable[[dict], Findings]:
-    """The function that examines the variables of a checkpoint; its programs are compiled once."""
+    """Return a function that examines a checkpoint's variables; its programs are compiled once."""
 
     modules = [model.config.layer(number).module for number in range(model.config.num_layers)]
     recurrent = {f"block_{n}/attention" for n, module in enumerate(modules) if issubclass(module, CausalMixer)}

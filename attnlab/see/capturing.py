@@ -1,4 +1,4 @@
-"""Capture a model's values, and run it with edits."""
+"""Capture a model's values, and run the model with edits."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from attnlab.types import Array
 
 
 def sites(model, variables, *args, **kwargs) -> Sites:
-    """The attention layers and blocks of a model, and whether each pattern found is the one that z is computed with.
+    """Find the attention layers and blocks of a model, and check whether z is computed with each captured pattern.
 
     Args:
-      model: a `flax.linen` or `flax.nnx` module, whose attention is layers of `attnlab.nn` or of Flax.
-      variables: of the model, `{"params": …}`; of an nnx module its state, None for the module's state.
+      model: a `flax.linen` or `flax.nnx` module with attention layers of `attnlab.nn` or Flax.
+      variables: the model's, `{"params": …}`; for an nnx module a state, or None for the module's current state.
       args, kwargs: arguments of the model, e.g. tokens.
 
     Returns:
-      The attention layers and blocks; printed, a table.
+      The attention layers and blocks, which print as a table.
 
     Raises:
-      ValueError: the model has no attention, or has it within `nn.scan` without the collections of `attnlab.see`.
+      ValueError: the model has no attention, or `nn.scan` around it does not pass on the collections of `attnlab.see`.
 
     >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
@@ -48,24 +48,24 @@ def capture(
     rows: Integer[Array, " R"] | Sequence[int] | None = None,
     **kwargs,
 ) -> Run:
-    """Run a model, and return values of its layers.
+    """Run a model and return values of its layers.
 
-    The model and its result do not change. Works within `jax.jit`, which makes it fast, `jax.vmap` and `jax.grad`.
+    The model and its result do not change. It works within `jax.jit` (which makes it fast), `jax.vmap` and `jax.grad`.
 
     Args:
       model, variables, args, kwargs: as for `sites`.
-      want: names of values: of attention `q` `[B, Tq, H, D]`, `k` and `v` `[B, Tk, Hk, D]`, as they enter the scores
-        (normalized and rotated) or the cache; `pattern`, the softmax's weights before dropout, `[B, H, Tq, Tk]`, or
-        what the recurrence of a mixer reads of each token's values, which may be negative; `z`, the heads' outputs,
-        after an output gate and the norm of a mixer, `[B, Tq, H, D]`; of blocks `in` and `out`, the residual stream,
-        `[B, T, F]`.
+      want: names of values. Attention layers have `q` `[B, Tq, H, D]`, `k` and `v` `[B, Tk, Hk, D]`, as they enter the
+        scores (normalized and rotated) or the cache; `pattern` `[B, H, Tq, Tk]`, the softmax weights before dropout, or
+        the weights with which a recurrence reads each token's values, which may be negative; and `z` `[B, Tq, H, D]`,
+        the heads' outputs after any output gate and norm of a mixer. Blocks have `in` and `out` `[B, T, F]`, the
+        residual stream.
       rows: queries whose patterns are returned, as `[B, H, R, Tk]`, for long sequences; all when None.
 
     Returns:
       `Run`, with `values[name][path]`.
 
     Raises:
-      ValueError: as for `sites`; an unknown name, with the nearest one.
+      ValueError: as for `sites`, or for an unknown name; the message suggests the nearest.
 
     >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
@@ -88,19 +88,19 @@ def edited(
     """Run a model with some of its values replaced.
 
     Edits are pytrees of arrays, so `jax.jit`, `jax.vmap` and `jax.grad` pass through them. Besides `Put`, `Add` and
-    `Scale`, any pytree is one that is a function of the value, such as `jax.tree_util.Partial(function, *arrays)`. An
-    edited value is captured after its edit.
+    `Scale`, an edit may be any pytree that is a function of the value, such as `jax.tree_util.Partial(function,
+    *arrays)`. An edited value is captured after its edit.
 
     Args:
       model, variables, args, kwargs: as for `sites`.
-      edits: by glob of "path/name", e.g. `{"block_0/attention/z": Put(0.0)}`.
+      edits: a mapping from globs of "path/name" to edits, e.g. `{"block_0/attention/z": Put(0.0)}`.
       want, rows: as for `capture`.
 
     Returns:
       `Run`, with the edited model's result.
 
     Raises:
-      ValueError: as for `capture`; a site that the model does not have, with the nearest one.
+      ValueError: as for `capture`, or for a site that the model lacks; the message suggests the nearest.
 
     >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])

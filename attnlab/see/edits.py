@@ -26,10 +26,10 @@ def _like(value, array, name):
 @_node
 @dataclasses.dataclass(frozen=True)
 class Put:
-    """An array in place of the value, or of a part of it.
+    """An array that replaces the value, or a part of it.
 
     Attributes:
-      values: broadcast to the value's shape: 0.0, or the mean of captured z over examples and positions.
+      values: broadcast to the value's shape, e.g. 0.0, or the mean of captured z over examples and positions.
       where: bools, broadcast to the value's shape, that select the edited part; None for all of it. Head 3 of z
         `[B, T, H, D]` is `where=jnp.arange(H)[:, None] == 3`.
 
@@ -41,7 +41,7 @@ class Put:
     where: Any = None
 
     def __call__(self, value):
-        """The array, where it is put."""
+        """Return the value with the array in place."""
         new = _like(value, self.values, "values")
         return new if self.where is None else jnp.where(_like(value, self.where, "where"), new, value)
 
@@ -49,7 +49,9 @@ class Put:
 @_node
 @dataclasses.dataclass(frozen=True)
 class Add:
-    """The value plus `delta`, which broadcasts to it. The gradient by a `delta` of zeros is the gradient by the value.
+    """The value plus `delta`, which broadcasts to it.
+
+    The gradient with respect to a `delta` of zeros is the gradient with respect to the value.
 
     >>> Add(1.0)(jnp.ones(2))
     Array([2., 2.], dtype=float32)
@@ -84,7 +86,7 @@ def site_key(path: str, name: str) -> str:
 
 
 def resolve(edits, known: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], Callable]:
-    """Edits by (path, name), from a mapping of globs "path/name", and the names known at each path."""
+    """Return edits by (path, name), from edits by glob of "path/name" and the names `known` at each path."""
     sites = {site_key(path, name): (path, name) for path, names in known.items() for name in names}
     if not isinstance(edits, Mapping):
         raise ValueError(f"edits is a {type(edits).__name__}: expected a mapping from 'path/name' to an edit")

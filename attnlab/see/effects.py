@@ -1,7 +1,7 @@
 """The effect of each head on a metric: ablation and activation patching, all edits in one compiled program.
 
-The edits of one layer differ only by a mask, so they run in parallel by `vmap`, and everything before the edited value
-is computed once. The edited block gets the residual stream of the unedited run, so XLA drops the blocks before it.
+The edits of one layer differ only by a mask, so `vmap` runs them in parallel and computes everything before the edited
+value once. The edited block gets the residual stream of the unedited run, so XLA drops the blocks before it.
 """
 
 import dataclasses
@@ -23,22 +23,22 @@ AXES = ("layer", "head", "position")
 
 
 def ablate(model, variables, batch, metric: Callable, *, chunk: int | None = None, **kwargs) -> Effects:
-    """The metric with the mean output in place of each head's, all heads in one compiled program.
+    """Compute the metric with each head's output replaced by its mean, for all heads in one compiled program.
 
-    It is the mean of z over the batch's examples and positions. Zeros, as of Michel et al. 2019, are what later layers
-    may never have seen; for those use `edited` with `Put(0.0, where=…)`.
+    The mean of z is over the batch's examples and positions. Zeros, as in Michel et al. 2019, may be values that later
+    layers have never seen; to put zeros, use `edited` with `Put(0.0, where=…)`.
 
     Args:
       model, variables, kwargs: as for `capture`.
       batch: the model's positional arguments, one array or a tuple of them.
-      metric: a number of the model's result, e.g. `lambda logits: logits[:, -1, 3].mean()`.
-      chunk: heads computed in parallel, fewer for less memory; all of a layer when None.
+      metric: a function from the model's result to a number, e.g. `lambda logits: logits[:, -1, 3].mean()`.
+      chunk: heads computed in parallel; fewer take less memory. All heads of a layer when None.
 
     Returns:
       `Effects` with `values` `[L, H]`, the metric without each head, and its `baseline`.
 
     Raises:
-      ValueError: as for `capture`; a metric that is not a number, layers that differ in heads.
+      ValueError: as for `capture`; the metric is not a number, or layers differ in their number of heads.
 
     >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3], [4, 5, 6]])
@@ -64,22 +64,22 @@ def patch(
     chunk: int | None = None,
     **kwargs,
 ) -> Effects:
-    """Activation patching: the corrupt run's metric with one value of the clean run (Meng et al. 2022, section 2.1).
+    """Activation patching: the corrupt run's metric with one value from the clean run (Meng et al. 2022, section 2.1).
 
     Args:
       model, variables, chunk, kwargs: as for `ablate`.
-      clean, corrupt: the positional arguments of two runs of equal shapes, one array or a tuple of them each. With
-        both exchanged, the clean run gets values of the corrupt run.
+      clean, corrupt: the positional arguments of two runs, of equal shapes; each one array or a tuple of arrays. Swap
+        them to put values of the corrupt run into the clean run.
       metric: as for `ablate`.
       site: the patched value: "q", "k", "v", "pattern" or "z" of attention; "in" or "out" of blocks.
-      over: axes of the result, of "layer", "head" and "position"; each patch covers all places along the other axes. k
-        and v have key heads, and positions of patterns are positions of queries.
+      over: axes of the result, among "layer", "head" and "position"; each patch covers all places along the other
+        axes. Heads of k and v are key heads, and positions of patterns are query positions.
 
     Returns:
       `Effects`, whose `recovered` is 0 where a patch changes nothing and 1 where it restores the other run's metric.
 
     Raises:
-      ValueError: as for `ablate`; an unknown site or axis, runs of different shapes.
+      ValueError: as for `ablate`; an unknown site or axis, or runs of different shapes.
 
     >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> clean, corrupt = jnp.array([[1, 2, 3]]), jnp.array([[4, 2, 3]])
@@ -104,11 +104,11 @@ def _args(batch) -> tuple:
 
 @dataclasses.dataclass(frozen=True)
 class _Sweep:
-    """Edits of one value at all its places, and the metric of each."""
+    """Edits of one value, one at each of its places, and the metric under each edit."""
 
     frame: Frame
-    metric: str  # equal for metrics that compute the same, whatever arrays they read
-    program: Callable = dataclasses.field(compare=False)  # the metric of these arrays and a result
+    metric: str  # equal for metrics with the same program, whatever arrays they read
+    program: Callable = dataclasses.field(compare=False)  # computes the metric from these arrays and a result
     site: str  # name of the value
     over: tuple[str, ...]  # axes of the result
     chunk: int | None  # edits in parallel; all of a layer when None
@@ -123,7 +123,7 @@ class _Sweep:
         return self.frame.run(inputs, want=(self.site, *(["in"] if self.frame.sites.blocks else [])))
 
     def layer(self, metric: Callable, inputs, base: Run, path: str, replacement):
-        """The metric with `replacement` at each place of one layer, one axis for each of `over` but "layer"."""
+        """The metric with `replacement` at each place of one layer; its axes are `over` without "layer"."""
         value, block = base.values[self.site][path], self.frame.sites.block_of(path)
         before = {} if block is None else {site_key(block, "in"): Put(base.values["in"][block])}
         masks, sizes = self.masks(value)
@@ -137,7 +137,7 @@ class _Sweep:
         return jax.lax.map(one, masks, batch_size=self.chunk).reshape(sizes)
 
     def masks(self, value) -> tuple[jax.Array, tuple[int, ...]]:
-        """Bools `[N, …]` that select each of the N places of a value, and the sizes of the axes that N is made of."""
+        """Bools `[N, …]` that select each of the N places of a value, and the sizes of the axes that N combines."""
         at = {"head": -3, "position": -2} if self.site == "pattern" else {"head": -2, "position": -3}
         at = {"position": -2} if self.site in taps.STREAMS else at
         places = [value.ndim + at[axis] for axis in self.over[1:]]
@@ -170,7 +170,7 @@ def _sweep(frame: Frame, inputs, metric: Callable, site: str, over, chunk: int |
 
 @functools.partial(jax.jit, static_argnums=0)
 def _swept(sweep: _Sweep, arrays, inputs, source=None):
-    """(Metrics with values of the source's run, or else with their means, the unedited run's, and the source's)."""
+    """(Metric of each edit, of the unedited run, and of the source run); without a source, edits put the mean of z."""
     metric, base, target = functools.partial(sweep.program, arrays), sweep.run(inputs), None
     if source is None:
         # All axes but heads and features are examples and positions.

@@ -1,8 +1,8 @@
 """Scores of attention heads by their patterns, with a null model.
 
 Every head has some weight on the keys of a role: uniform attention gives the previous token 1/i, and random heads
-favour or avoid equal tokens by chance. So each score comes beside its value for uniform attention, and with a p-value
-against the same model before training.
+favour or avoid equal tokens by chance. Each score therefore comes with its value for uniform attention, and with a
+p-value against the same model before training.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from scipy import special, stats
 from attnlab.types import Array
 
 KINDS = ("previous", "duplicate", "induction", "current", "sink", "entropy")
-_LEAST_SPREAD = 1e-6  # of the scores of untrained heads, since equal weights differ by rounding
+_LEAST_SPREAD = 1e-6  # between the scores of untrained heads, because equal weights differ by rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Scores:
     """Scores of L layers of H heads, and their p-values.
 
     Attributes:
-      values: by kind, `[L, H]`: weight on the targets, 0 to 1, mean over the queries with targets; for "entropy" nats,
-        mean over all queries but the first. NaN without targets.
+      values: by kind, `[L, H]`: weight on the targets, 0 to 1, averaged over the queries with targets; for "entropy",
+        nats averaged over all queries but the first. NaN without targets.
       uniform: by kind, the value of uniform causal attention on these tokens.
-      p: by kind, `[L, H]`: p-values of a larger value (for "entropy": a smaller one) than of untrained heads,
+      p: by kind, `[L, H]`: p-values for a larger value (for "entropy": a smaller one) than untrained heads have,
         multiplied by the number of heads and kinds (Bonferroni); NaN without targets. Empty without untrained weights.
       count: by kind, the number of queries with targets.
       paths: paths of the L layers.
@@ -48,10 +48,10 @@ class Scores:
     paths: tuple[str, ...]
 
     def heads(self, kind: str, alpha: float = 0.01) -> list[tuple[int, int]]:
-        """The heads (layer, head) whose p-value is below `alpha`, the clearest first.
+        """The heads (layer, head) whose p-value is below `alpha`, clearest first.
 
         Raises:
-          ValueError: that kind was not scored, or without untrained weights.
+          ValueError: `kind` was not scored, or was scored without untrained weights.
         """
         if kind not in self.values:
             raise ValueError(f"kind = {kind!r} was not scored: expected one of {', '.join(self.values)}")
@@ -88,22 +88,22 @@ def scores(
 ) -> Scores:
     """Score causal attention heads by the keys that they attend to, against the same model before training.
 
-    Heads of random weights favour some tokens by chance, the same in all sequences, so that more sequences do not help
-    to tell. The test is therefore of the head among heads: Student's t-test of one further value, with the untrained
-    heads of the same layer as the sample.
+    A head with random weights favours some tokens by chance, the same ones in all sequences, so more sequences do not
+    help. The test is therefore of a head among heads: Student's t-test of one further value, with the untrained heads
+    of the same layer as the sample.
 
     Args:
-      patterns: weights of causal self-attention `[L, B, H, T, T]`, or of each layer `[B, H, T, T]`.
-      tokens: the tokens attended to. Repeated text needs repeats of different periods, or a head that attends to a
-        fixed distance scores as induction head.
-      kinds: of "previous", "duplicate", "induction", "current", "sink" (see `targets`) and "entropy".
+      patterns: weights of causal self-attention, `[L, B, H, T, T]` or, for each layer, `[B, H, T, T]`.
+      tokens: the tokens attended to. Repeated text needs different periods; otherwise a head that attends to a fixed
+        distance scores as an induction head.
+      kinds: any of "previous", "duplicate", "induction", "current", "sink" (see `targets`) and "entropy".
       untrained: weights of the untrained model on the same tokens; no p-values if None. Weights of several
-        initializations may be concatenated on the axis of heads, which sharpens the test of layers with few heads.
+        initializations may be concatenated on the axis of heads, which sharpens the test for layers with few heads.
       paths: names of the layers; "layer 0" and so on by default.
 
     Raises:
       ValueError: unknown kinds, shapes that do not fit, weights that are not finite or not causal, untrained weights
-        of one head a layer, or tokens without targets of any kind.
+        with one head per layer, or tokens without targets of any kind.
 
     >>> tokens = np.random.default_rng(0).integers(0, 9, (16, 12))
     >>> previous = np.broadcast_to(np.eye(12, k=-1), (16, 1, 12, 12))
@@ -136,10 +136,10 @@ def scores(
 
 
 def shares(pattern: Float[Array, "*B H Q K"]) -> Float[Array, "*B H Q K"]:
-    """The share of each key in the absolute weights of a query, |p| / Σ|p|, as Ali et al. 2024 show for Mamba.
+    """The share of each key in a query's absolute weights, |p| / Σ|p|, as Ali et al. 2024 show for Mamba.
 
-    What a recurrence reads may be negative, and of any sum: scores and pages are of weights that sum to 1. A query that
-    reads nothing has zeros.
+    The weights of a recurrence may be negative and have any sum, but scores and pages need weights that sum to 1. A
+    query that reads nothing gets zeros.
 
     >>> shares(jnp.array([[[1.0, 0.0], [3.0, -1.0]]]))
     Array([[[1.  , 0.  ],
@@ -151,7 +151,7 @@ def shares(pattern: Float[Array, "*B H Q K"]) -> Float[Array, "*B H Q K"]:
 
 
 def targets(kind: str, tokens: Int[Array, "B T"]) -> Bool[np.ndarray, "B T T"]:
-    """The keys that a head of a kind attends to, by query.
+    """The keys that a head of this kind attends to, for each query.
 
     - "previous": the key before the query (Voita et al. 2019);
     - "duplicate": earlier keys with the query's token (Wang et al. 2022);
@@ -186,8 +186,8 @@ class _Measured(NamedTuple):
     """Scores of one kind; NaN without targets."""
 
     values: np.ndarray  # [L, H], mean over the queries with targets
-    uniform: float  # the same for uniform causal attention
-    count: int  # of queries with targets
+    uniform: float  # the value for uniform causal attention
+    count: int  # number of queries with targets
 
 
 def _measure(layers: Sequence[Array], tokens: np.ndarray, kind: str) -> _Measured:
@@ -208,7 +208,7 @@ def _measure(layers: Sequence[Array], tokens: np.ndarray, kind: str) -> _Measure
 
 
 def _p_untrained(kind: str, values: np.ndarray, untrained: np.ndarray) -> np.ndarray:
-    """Probability that one more untrained head of the layer has such a score; `[L, H]`."""
+    """Probability `[L, H]` that one more untrained head of the layer has at least such a score."""
     sign, heads = (-1 if kind == "entropy" else 1), untrained.shape[1]  # a low entropy stands out
     spread = np.maximum(untrained.std(axis=1, ddof=1, keepdims=True), _LEAST_SPREAD) * np.sqrt(1 + 1 / heads)
     return stats.t.sf(sign * (values - untrained.mean(axis=1, keepdims=True)) / spread, heads - 1)
@@ -233,7 +233,7 @@ def _untrained(untrained: Array | Sequence[Array], tokens: np.ndarray, like: Seq
 
 
 def _layers(patterns: Array | Sequence[Array], tokens: np.ndarray, argument: str) -> list[np.ndarray]:
-    """The weights of each layer `[B, H, T, T]`, checked."""
+    """Check the weights and return them by layer, `[B, H, T, T]` each."""
     layers = [np.asarray(layer) for layer in patterns]
     layers = [layer.astype(np.result_type(layer.dtype, np.float32), copy=False) for layer in layers]
     batch, length = tokens.shape

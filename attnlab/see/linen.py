@@ -1,4 +1,4 @@
-"""Models of `flax.linen`: values of their attention layers, read and edited through variable collections."""
+"""Read and edit values of attention layers in `flax.linen` models, through variable collections."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ _fresh = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Linen:
-    """A `flax.linen` module, called with options such as `deterministic` and `method`, by name and value."""
+    """A `flax.linen` module, and options of its call such as `deterministic` and `method`, as (name, value) pairs."""
 
     model: nn.Module
     options: tuple[tuple[str, Any], ...] = ()
@@ -60,7 +60,7 @@ class Linen:
         return Sites(tuple(found), blocks, tuple(outside) if blocks else (), others)
 
     def run(self, variables, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
-        """(The model's result, values by name and path); `edits` by (path, name), `rows` `[R]` of patterns or None."""
+        """Return (result, values by name and path); `edits` are by (path, name), `rows` of patterns `[R]` or None."""
         requests = {}
         for (path, name), edit in edits.items():
             _put(requests.setdefault(taps.edits(name), {}), path, edit)
@@ -105,16 +105,16 @@ class ModuleCalls(NamedTuple):
 
 
 class _Listener:
-    """Intercepts modules' calls: records them, and taps norms, streams of blocks, and attention of Flax's layers."""
+    """Interceptor that records modules' calls, and taps norms, streams of blocks, and attention of Flax's layers."""
 
     def __init__(self, names, tapped, calls):
         self.names, self.tapped, self.calls = names, tapped, calls
-        self.running: set[str] = set()  # the paths of modules
+        self.running: set[str] = set()  # paths of the modules that are running
 
     def __call__(self, call, args, kwargs, context):
         module, method = context.module, context.method_name
         is_call = method == "__call__" or (method == "forward" and isinstance(module, Layer))
-        # A layer's call calls its `forward`, and that perhaps `super()`: one call together.
+        # A layer's `__call__` calls `forward`, which may call `super()`; these count as one call.
         if not is_call or module.is_initializing() or (path := "/".join(module.path)) in self.running:
             return call(*args, **kwargs)
         self.running.add(path)
@@ -142,8 +142,8 @@ class _Listener:
 
 
 def heard(calls, path: str, kind: str, port, is_block: bool, call, args: tuple, kwargs: Mapping, **about) -> tuple:
-    """(A module's first array, its output, the stream in it), recorded in `calls`; streams of a block are tapped."""
-    # The position or the keyword of the first array.
+    """Run a module, record its call and tap a block's streams; return (first array, output, the stream in it)."""
+    # The position or keyword of the first array.
     at = 0 if args else next((name for name, value in kwargs.items() if isinstance(value, jax.Array)), None)
     x = None if at is None else args[at] if args else kwargs[at]
     noted = calls.get(path, ModuleCalls(kind, np.ndim(x), **about))
@@ -163,7 +163,7 @@ def heard(calls, path: str, kind: str, port, is_block: bool, call, args: tuple, 
 
 
 def _tapped_norm(module, port, x, out):
-    """The output of a norm of `x`; computed with the edited divisor if there is an edit."""
+    """The output of a norm of `x`, computed with the edited divisor if there is an edit."""
     if not port.is_asked(taps.NORM) and port.edit(taps.NORM) is None:
         return out
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -172,7 +172,7 @@ def _tapped_norm(module, port, x, out):
     edited = taps.tap(port, taps.NORM, divisor)
     if port.edit(taps.NORM) is None:
         return out
-    # As for patterns, an edit that changes nothing leaves every bit.
+    # As for patterns, an edit that changes nothing leaves the output bitwise equal.
     scale = module.get_variable("params", "scale") if module.has_variable("params", "scale") else 1
     scale = scale + 1 if getattr(module, "plus_one", False) else scale
     return (out + (centred / edited - centred / divisor) * scale).astype(out.dtype)
@@ -180,7 +180,7 @@ def _tapped_norm(module, port, x, out):
 
 @contextlib.contextmanager
 def tapped_attention(module, port, kind=nn.MultiHeadDotProductAttention):
-    """Route the `attention_fn` of a Flax layer of a kind through the taps of `port` while the layer runs."""
+    """Route the `attention_fn` of a Flax layer, if it is of this kind, through the taps of `port` while it runs."""
     if not isinstance(module, kind):
         yield
         return
@@ -193,7 +193,7 @@ def tapped_attention(module, port, kind=nn.MultiHeadDotProductAttention):
 
 
 def tapped(attention_fn: Callable, port) -> Callable:
-    """The attention function of a Flax layer, routed through taps; with its signature, which Flax reads."""
+    """Route a Flax layer's attention function through taps, with the same signature because Flax reads it."""
 
     @functools.wraps(attention_fn)
     def run(query, key, value, *args, **kwargs):
@@ -217,7 +217,7 @@ def _weights(attention_fn, q, k, v, *args, **kwargs):
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted):
         kwargs = {name: kwargs[name] for name in kwargs if name in {parameter.name for parameter in accepted}}
     length, width = k.shape[-3], v.shape[-1]
-    # In parts of the values' width, because some functions accept no other.
+    # In parts as wide as the values, because some functions accept no other width.
     eye = jnp.eye(length, -(-length // width) * width, dtype=v.dtype).reshape(length, -1, 1, width)
 
     def columns(part):
@@ -252,7 +252,7 @@ def _is_in(path: str, blocks: Collection[str]) -> bool:
 
 
 def base(path: str) -> str:
-    """The module's path in a site's, "attention" in "attention@1"."""
+    """The module's path in a site's path: "attention" in "attention@1"."""
     return path.partition("[")[0].partition("@")[0]
 
 
@@ -267,7 +267,7 @@ def _by_path(tree, path: tuple[str, ...] = ()) -> dict[str, tuple]:
 
 
 def _split(calls: tuple, path: str, lifted: int) -> dict:
-    """The values of each call of a module by site; `lifted` leading axes come from `nn.scan` or `nn.vmap`."""
+    """The values of a module's calls by site; `lifted` leading axes come from `nn.scan` or `nn.vmap`."""
     found = {}
     for number, value in enumerate(calls):
         for at in np.ndindex(value.shape[:lifted]):
@@ -288,7 +288,7 @@ def _shapes_at(sown, path, rank) -> dict[str, dict]:
 
 
 def site_of(path, kind, shapes, editable) -> Site:
-    """A site, from the shapes of its values."""
+    """Build a site from the shapes of its values."""
     *_, heads, q_length, kv_length = shapes["pattern"].shape
     keys = shapes.get("v", shapes["pattern"] if "k" not in shapes else shapes["k"])
     return Site(

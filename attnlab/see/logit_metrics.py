@@ -1,6 +1,6 @@
-"""Metrics as programs: a compiled sweep is reused if its metric computes the same.
+"""Metrics as programs, so that metrics with the same program share a compiled sweep.
 
-The identity of a Python function does not tell: a lambda in a loop is new each time, and a function that reads a
+The identity of a Python function is not enough: a lambda in a loop is new each time, and a function that reads a
 global variable stays the same when the variable changes.
 """
 
@@ -16,11 +16,11 @@ from attnlab.ops import jaxprs
 
 
 def traced(metric: Callable, result: Any) -> tuple[str, Callable, list]:
-    """A key that metrics of the same program share, the program of (arrays, result), and the arrays that it reads.
+    """Return a key that metrics with the same program share, the program of (arrays, result), and its arrays.
 
-    The metric is traced with the shapes and types of a result.
+    The metric is traced with the shapes and types of `result`.
     """
-    # A new lambda, since JAX caches the program of a function that it has traced.
+    # A new lambda, because JAX caches the program of a function that it has traced.
     closed, shape = jax.make_jaxpr(lambda out: metric(out), return_shape=True)(result)
     if getattr(shape, "shape", None) != ():
         found = getattr(shape, "shape", type(shape).__name__)

@@ -28,7 +28,7 @@ class Frame:
     sites: Sites
 
     def run(self, inputs: tuple, want: tuple[str, ...] = (), edits: Any = None, rows=None) -> Run:
-        """A forward pass of inputs from `framed`; `edits` as for `edited`."""
+        """Run the model on inputs from `framed`; `edits` as for `edited`."""
         resolved = {} if edits is None else editing.resolve(edits, self.sites.values())
         rows = None if rows is None else self._checked(rows)
         for name in want:
@@ -58,7 +58,7 @@ class Frame:
 
 
 class _ByIdentity(Frame):
-    """A frame of a model that cannot be hashed, such as one with arrays as fields."""
+    """The frame of a model that cannot be hashed, such as one with arrays as fields."""
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -113,7 +113,7 @@ def _adapter(model, options) -> tuple[Any, Any]:
 
 
 def _unstacked(model, variables):
-    """Variables of a GPT with single layers, which have separate sites, instead of one loop."""
+    """Unstack the layers in a GPT's variables, so that each layer has its site; other variables stay as they are."""
     if isinstance(model, GPT) and isinstance(variables, Mapping) and stack.is_stacked(variables.get("params")):
         return {**variables, "params": stack.unstack_layers(variables["params"])}
     return variables

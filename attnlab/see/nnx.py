@@ -1,4 +1,4 @@
-"""Models of `flax.nnx`: a call runs on a copy, made by split and merge, whose attention layers have taps."""
+"""Models of `flax.nnx`: a call runs on a copy, from split and merge, with taps in its attention layers."""
 
 import dataclasses
 import functools
@@ -14,12 +14,12 @@ from attnlab.see.site import Sites, blocks_of
 
 
 class Seen(nnx.Intermediate):
-    """A captured value; as a variable it passes through `nnx.jit` and `nnx.remat`."""
+    """A captured value, as a variable so that it passes through `nnx.jit` and `nnx.remat`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Nnx:
-    """A `flax.nnx` module without its arrays, called with options that are not arrays, by name and value."""
+    """A `flax.nnx` module without its arrays, and the non-array options of its call, as (name, value) pairs."""
 
     graph: nnx.GraphDef
     options: tuple[tuple[str, Any], ...] = ()
@@ -47,7 +47,7 @@ class Nnx:
         return Sites(tuple(found), blocks_of(tuple(site.path for site in found if site.editable), streams))
 
     def run(self, state, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
-        """(The model's result, values by name and path); arguments as for `Linen.run`."""
+        """Return (result, values by name and path); arguments as for `Linen.run`."""
         return self._call(state, args, kwargs, want, edits, rows, sites.blocks, {})
 
     def _call(self, state, args, kwargs, want, edits, rows, blocks, calls):
@@ -87,7 +87,7 @@ class _Port:
 
 
 def _listen(module, path, port, blocks, calls) -> None:
-    """Record a module's calls, and tap its attention, or its streams if it is one of `blocks`, by a subclass."""
+    """Give a module a subclass that records calls and taps its attention, or its streams if it is one of `blocks`."""
     kind = type(module)
 
     # `self` may be a copy of `module`, made by `nnx.remat` or `nnx.jit`.
@@ -96,5 +96,5 @@ def _listen(module, path, port, blocks, calls) -> None:
         with tapped_attention(self, port(self), nnx.MultiHeadAttention):
             return heard(calls, path, kind.__name__, port(self), path in blocks, call, args, kwargs)[1]
 
-    # NNX has no interceptors as Linen has, and a call looks `__call__` up in the class.
+    # Unlike Linen, NNX has no interceptors, and a call looks up `__call__` in the class.
     object.__setattr__(module, "__class__", type(kind.__name__, (kind,), {"__call__": __call__}))

@@ -13,7 +13,7 @@ from attnlab.types import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A forward pass: the model's result, and the values captured on the way. A pytree.
+    """A forward pass as a pytree: the model's result and the captured values.
 
     Attributes:
       out: the model's result.
@@ -54,10 +54,10 @@ class Effects:
 
     Attributes:
       values: the metric, with one axis for each of `axes`, e.g. `[L, H]`.
-      axes: names, of "layer", "head" and "position".
+      axes: names of the axes, among "layer", "head" and "position".
       paths: paths of the L sites.
       baseline: the metric of the unedited run.
-      target: for patching, the metric of the run whose values are put.
+      target: for patching, the metric of the run that the values come from.
 
     >>> effects = Effects(np.array([[1.0, 2.0]]), ("layer", "head"), ("block_0/attention",), baseline=1.0, target=3.0)
     >>> effects.change, effects.recovered
@@ -80,7 +80,7 @@ class Effects:
         """(values − baseline) / (target − baseline): 0 for no effect, 1 for the other run's metric.
 
         Raises:
-          ValueError: there is only one run, as for `ablate`, or both have the same metric.
+          ValueError: there is only one run, as in `ablate`, or both runs have the same metric.
         """
         if self.target is None or self.target == self.baseline:
             raise ValueError(f"recovered needs two runs of different metrics: got {self.baseline} and {self.target}")

@@ -16,9 +16,9 @@ class Site:
       kind: the layer's type, e.g. "MultiHeadAttention".
       heads, kv_heads: H query heads, and Hk heads of keys and values.
       q_length, kv_length: Tq and Tk.
-      names: the values that can be captured, of q, k, v, pattern and z.
+      names: the values that can be captured, among q, k, v, pattern and z.
       editable: whether these values can be edited.
-      mismatch: max |pattern·v − z| / max |z|, z before an output gate and norm; None if not measured.
+      mismatch: max |pattern·v − z| / max |z|, for z before any output gate and norm; None if not measured.
       tolerance: the largest mismatch of a verified pattern.
 
     >>> Site("attention", "MultiHeadAttention", 2, 2, 5, 5, mismatch=1e-7, tolerance=3e-4).verified
@@ -82,7 +82,7 @@ class Sites:
         return found | dict.fromkeys(self.blocks, taps.STREAMS) | dict.fromkeys(self.norms, (taps.NORM,))
 
     def block_of(self, path: str) -> str | None:
-        """The block that contains a path, or has it; None if there is none."""
+        """The block at or around a path; None if there is none."""
         return next((block for block in self.blocks if f"{path}/".startswith(f"{block}/")), None)
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ class Sites:
 def blocks_of(attention: tuple[str, ...], streams: dict[str, bool]) -> tuple[str, ...]:
     """The blocks of the attention layers, among the modules that return the shape they take (`streams`, in call order).
 
-    An attention layer's block is the innermost such module around it, or an outer one with no further attention layer.
+    An attention layer's block is the outermost such module around it with no more attention layers than the innermost.
     """
 
     def around(path):

@@ -51,20 +51,20 @@ class Contributions:
 def contributions(model, variables, *args, targets: Int[Array, "B T"], **kwargs) -> Contributions:
     """Direct logit attribution (Elhage et al. 2021): the direct contribution of each head's output to a logit.
 
-    The last norm's divisor at each position depends on all parts; it is frozen to the value of this run, so that the
-    logit is a sum. Head h contributes z_h·W_O[h] to the stream.
+    The last norm's divisor at each position depends on all parts; it is frozen at its value in this run, so that
+    the logit is a sum. Head h contributes z_h·W_O[h] to the stream.
 
     Args:
       model: a `flax.linen` module of pre-norm blocks, `x + f(norm(x))`, whose attention layers have an output
         projection `out/kernel` `[H, D, F]`, with at most one norm after the last block.
       variables, args, kwargs: as for `capture`.
-      targets: `[B, T]`, the token at each position whose logit is decomposed.
+      targets: `[B, T]`, the token whose logit is decomposed at each position.
 
     Returns:
       `Contributions`, whose total is `logits` to rounding.
 
     Raises:
-      ValueError: as for `capture`; a model of another form, whose parts do not sum to its logits.
+      ValueError: as for `capture`; or the model has another form, so its parts do not sum to its logits.
 
     >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
@@ -90,7 +90,7 @@ def contributions(model, variables, *args, targets: Int[Array, "B T"], **kwargs)
 
 @functools.partial(jax.jit, static_argnums=0)
 def _contributions(frame: Frame, inputs, targets):
-    """(Contributions, distance of the blocks from sums, a scalar of the stream's type)."""
+    """Return (contributions, distance of the blocks from sums, a scalar of the stream's type)."""
     first, last = frame.sites.blocks[0], frame.sites.blocks[-1]
     run = frame.run(inputs, want=("z", taps.MADE, *taps.STREAMS, *((taps.NORM,) if frame.sites.norms else ())))
     frozen = {site_key(path, taps.NORM): Put(divisor) for path, divisor in run.values.get(taps.NORM, {}).items()}
@@ -127,7 +127,7 @@ def _contributions(frame: Frame, inputs, targets):
 def _left(run, block: str, rest, variables, frame: Frame):
     """Distance of a block from x + attention + mlp: the part of its other additions that no layer returned.
 
-    Heads add their outputs to the stream unchanged only if the rest is their bias, and one layer's output or none.
+    Heads add their outputs to the stream unchanged only if the rest is their bias plus at most one layer's output.
     """
     for site in frame.sites:
         if frame.sites.block_of(site.path) == block and (bias := _out(variables, site.path).get("bias")) is not None:

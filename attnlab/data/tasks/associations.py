@@ -1,4 +1,4 @@
-"""Pairs of keys and values, then queried keys: the task of associative recall, queries side by side or spread."""
+"""Associative recall: pairs of keys and values, then queried keys, side by side or spread."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -33,7 +33,7 @@ def recall(
     Args:
       pairs: possible numbers of pairs of a sequence; P is the largest.
       vocab_size: V; keys are 1 … h, values h + 1 … 2·h, where h = (V − 1) // 2.
-      rewrites: R pairs more, whose keys are drawn from the keys before: the last value of a key is its answer.
+      rewrites: R further pairs, with keys drawn from the earlier pairs; the last value of a key is its answer.
     """
     check_least(batch_size=batch_size, pairs=min(pairs, default=0))
     check_least(0, rewrites=rewrites)
@@ -50,7 +50,7 @@ def recall(
     shown = jnp.where(blank[..., None], BLANK, jnp.stack([keys, values[:, :most]], axis=2))
     rewritten = most - number + (again * number).astype(jnp.int32)
     more = jnp.stack([jnp.take_along_axis(keys, rewritten, axis=1), values[:, most:]], axis=2)
-    # The last value that is written to each key: its own, or that of a later pair.
+    # The last value that is written to each key: from its first pair, or from a later pair.
     of_key = rewritten[:, :, None] == jnp.arange(most)
     last = jnp.where(of_key, most + jnp.arange(rewrites)[:, None], 0).max(axis=1, initial=0)
     last = jnp.maximum(last, jnp.arange(most))
@@ -67,8 +67,8 @@ def recall(
 class Spread(NamedTuple):
     """Sequences of multi-query associative recall with queries at a distance."""
 
-    tokens: Int[Array, "B T"]  # int32 [B, T]: P pairs key, value, key, value, …, then the keys again among a filler
-    targets: Int[Array, "B T"]  # int32 [B, T], the value of the key at its second place, −1 elsewhere
+    tokens: Int[Array, "B T"]  # int32 [B, T]: P pairs key, value, key, value, …, then the keys again among filler
+    targets: Int[Array, "B T"]  # int32 [B, T], the key's value where the key recurs, −1 elsewhere
 
 
 @compiled
@@ -84,21 +84,21 @@ def spread_recall(
 ) -> Spread:
     """Draw sequences of multi-query associative recall as in figure 2 of Arora et al. 2023 (arXiv 2312.04927).
 
-    Each key is asked for once, after an even number of tokens n from the end of the pairs, drawn without replacement
-    with probability ∝ (n / 2 + 1)^−0.99: mostly soon, sometimes after a long while.
+    Each key is queried once, an even number n of tokens after the end of the pairs. The n are drawn without replacement
+    with probability ∝ (n / 2 + 1)^−0.99: mostly small, sometimes large.
 
     Args:
       pairs: P.
       length: T, 4·P or more.
       vocab_size: V; keys are 1 … h, values h + 1 … 2·h, where h = (V − 1) // 2.
-      noise: the filler is uniform over all V tokens, 0 where False.
+      noise: whether the filler is uniform over all V tokens; otherwise it is 0.
     """
     check_least(batch_size=batch_size, pairs=pairs)
     check_least(4 * pairs, length=length)
     check_least(2 * pairs + 1, vocab_size=vocab_size)
     half, places = (vocab_size - 1) // 2, (length - 2 * pairs) // 2
     symbol_key, place_key, noise_key = jax.random.split(key_of(step, seed), 3)
-    # The first of a sorted draw are a draw without replacement.
+    # The first in a random order are a draw without replacement.
     drawn = jax.lax.top_k(jax.random.uniform(symbol_key, (batch_size, 2, half)), pairs)[1].astype(jnp.int32)
     keys, values = 1 + drawn[:, 0], 1 + half + drawn[:, 1]
     # Largest sums of log-probability and Gumbel noise: successive draws without replacement (Yellott 1977).

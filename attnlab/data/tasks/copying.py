@@ -11,10 +11,10 @@ from attnlab.types import Array
 
 
 class Selected(NamedTuple):
-    """Sequences with symbols among blanks, and then their copy."""
+    """Sequences with symbols among blanks, then their copy."""
 
     tokens: Int[Array, "B T"]  # int32 [B, T]: blanks 0, n symbols 2 … among them, and n times 1 at the end
-    targets: Int[Array, "B N"]  # int32 [B, n], the symbols in order, of the last n tokens
+    targets: Int[Array, "B N"]  # int32 [B, n], the symbols in order, targets of the last n tokens
 
 
 @compiled

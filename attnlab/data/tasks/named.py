@@ -1,6 +1,6 @@
 """Tasks that a config names: `config.data.name = "task:recall pairs=8 rewrites=8"`.
 
-Each is a sequence of tokens and the answers at some of its positions.
+Each draws sequences of tokens, with answers at some of their positions.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ Drawn = tuple[Int[Array, "B T"], Int[Array, "B T"]]
 
 
 class Task:
-    """A task, a frozen dataclass whose fields are its options.
+    """A task: a frozen dataclass with its options as fields.
 
     Attributes:
       alphabet: the characters of tokens 0, 1, …, in code point order.
@@ -39,15 +39,15 @@ class Task:
     chance: float
 
     def answers_of(self, length: int) -> int:
-        """The most answers of a sequence of `length` tokens."""
+        """The largest number of answers in a sequence of `length` tokens."""
         raise NotImplementedError
 
     def blind(self, length: int) -> float:
-        """The accuracy of the best guess among the tokens of a sequence that ignores the question, and their order."""
+        """The accuracy of the best guess among a sequence's tokens that ignores the question and the tokens' order."""
         return self.chance
 
     def draw(self, step: Number, *, batch_size: int, length: int, seed: Number = 0) -> Drawn:
-        """(Tokens, targets), int32 `[B, T]` each: T = `length`, and targets are −1 where there is no answer."""
+        """Return (tokens, targets), int32 `[B, T]` with T = `length`; targets are −1 where there is no answer."""
         raise NotImplementedError
 
     def longer(self, length: int) -> "Task | None":
@@ -57,9 +57,9 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Recall(Task):
-    """Pairs of keys and values, then keys that ask for their values; `pairs` cannot be more at another length.
+    """Pairs of keys and values, then keys that query their values; `pairs` does not grow with the length.
 
-    With `queries=spread` a value is the answer at its key's second place, among a filler: `spread_recall`.
+    With `queries=spread`, the keys recur among filler, each with its value as the answer: see `spread_recall`.
     """
 
     pairs: int = option("keys of a sequence", 8, low=1)
@@ -104,12 +104,12 @@ class Recall(Task):
 
     @property
     def _numbers(self) -> list[int]:
-        """The numbers of pairs, each as often."""
+        """The possible numbers of pairs, all equally likely."""
         doubled = (self.fewest << n for n in range(self.pairs.bit_length())) if self.fewest else ()
         return [*(number for number in doubled if number < self.pairs), self.pairs]
 
     def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
-        """As `Task.draw`: `recall`, and blanks at the end where T is larger; or `spread_recall`."""
+        """Draw from `recall`, with blanks at the end where T is larger, or from `spread_recall`; see `Task.draw`."""
         if self.queries == "spread":
             sizes = {"batch_size": batch_size, "pairs": self.pairs, "length": length, "noise": self.filler == "noise"}
             return tuple(spread_recall(step, vocab_size=2 * self.symbols + 1, seed=seed, **sizes))
@@ -120,13 +120,13 @@ class Recall(Task):
         return tokens, jnp.pad(_at_end(drawn.targets, drawn.tokens.shape[1]), blanks, constant_values=-1)
 
     def longer(self, length) -> "Recall | None":
-        """Queries that are spread, spread further; None otherwise, as more blanks ask for nothing more."""
+        """This task if queries are spread, because they spread further; else None, because more blanks ask nothing."""
         return self if self.queries == "spread" else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Modular(Task):
-    """Digits, and the sums of those so far modulo the base."""
+    """Digits and their running sums modulo the base."""
 
     base: int = option("digits are 0 … base − 1", 3, low=2, high=10)
     shortest: int = option("fewest digits of a sequence", 3, low=1)
@@ -153,7 +153,7 @@ class Modular(Task):
         return 1 if self.answers == "last" else length
 
     def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
-        """As `Task.draw`: `running_sums`, and blanks after the last digit."""
+        """Draw from `running_sums`, with blanks after the last digit; see `Task.draw`."""
         span = {"shortest": self.shortest, "longest": self.longest, "length": length}
         digits, sums = running_sums(step, batch_size=batch_size, base=self.base, seed=seed, **span)
         if self.answers == "last":
@@ -168,7 +168,7 @@ class Modular(Task):
 
 @dataclasses.dataclass(frozen=True)
 class Parity(Modular):
-    """Bits, and whether an odd number of those so far is set."""
+    """Bits and their running parity."""
 
     base: int = option("digits are 0 … base − 1", 2, low=2, high=10)
 
@@ -199,7 +199,7 @@ class Copy(Task):
         return _most_frequent(self.symbols, self.kinds)
 
     def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
-        """As `Task.draw`: `selective_copies`."""
+        """Draw from `selective_copies`; see `Task.draw`."""
         sizes = {"batch_size": batch_size, "length": length, "symbols": self.symbols, "vocab_size": 2 + self.kinds}
         tokens, targets = selective_copies(step, seed=seed, **sizes)
         return tokens, _at_end(targets, length)
@@ -207,7 +207,7 @@ class Copy(Task):
 
 @dataclasses.dataclass(frozen=True)
 class Induction(Task):
-    """Noise with triggers, then the triggers, which ask for what followed them."""
+    """Noise with triggers, then the triggers again; the answer to each is the token that followed it."""
 
     triggers: int = option("different triggers", 1, low=1, high=10)
     kinds: int = option("different tokens of the noise", 16, low=1, high=26)
@@ -231,7 +231,7 @@ class Induction(Task):
         return _most_frequent(length - 2 * self.triggers, self.kinds)
 
     def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
-        """As `Task.draw`: `inductions`."""
+        """Draw from `inductions`; see `Task.draw`."""
         sizes = {"triggers": self.triggers, "vocab_size": self.triggers + self.kinds}
         tokens, targets = inductions(step, batch_size=batch_size, length=length, seed=seed, **sizes)
         return tokens, _at_end(targets, length)
@@ -244,7 +244,7 @@ def parse(name: str) -> Task | None:
     """The task of a `config.data.name`; None for a name of another kind.
 
     Raises:
-      UserError: an unknown task, or a value that it cannot have.
+      UserError: an unknown task or option, or a value that an option cannot have.
     """
     if not name.startswith(PREFIX):
         return None
@@ -268,12 +268,12 @@ def parse(name: str) -> Task | None:
 
 
 def _at_end(targets, length: int):
-    """Targets of the last tokens as targets of all, −1 before."""
+    """Extend targets of the last tokens to all tokens, with −1 before them."""
     return jnp.pad(targets, ((0, 0), (length - targets.shape[1], 0)), constant_values=-1)
 
 
 def _most_frequent(count: int, kinds: int) -> float:
-    """The mean share of the most frequent of so many kinds among `count` random symbols, by 10,000 draws."""
+    """The mean share of the most frequent of `kinds` symbols among `count` random symbols, from 10,000 draws."""
     drawn = np.random.default_rng(0).multinomial(count, [1 / kinds] * kinds, size=10_000)
     return float(drawn.max(axis=1).mean() / count)
 

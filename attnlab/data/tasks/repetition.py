@@ -1,4 +1,4 @@
-"""Random tokens of which some return: the tasks of induction heads."""
+"""Random tokens, some of them repeated: the tasks of induction heads."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -39,7 +39,7 @@ def repeats(
 
 
 class Inductions(NamedTuple):
-    """Noise with triggers, which are asked for at the end."""
+    """Noise with triggers, which are queried at the end."""
 
     tokens: Int[Array, "B T"]  # int32 [B, T], triggers 0 … n − 1, other tokens n … V − 1
     targets: Int[Array, "B N"]  # int32 [B, n], the token that followed each of the last n
@@ -49,7 +49,7 @@ class Inductions(NamedTuple):
 def inductions(
     step: Number, *, batch_size: int, length: int, triggers: int = 1, vocab_size: int = 17, seed: Number = 0
 ) -> Inductions:
-    """Draw random tokens in which each trigger stands once, and all of them again at the end, in random order.
+    """Draw random tokens with each trigger once among them, and all triggers again at the end, in random order.
 
     The answer to a trigger is the token that followed it: the induction task of Fu et al. (2023) for one trigger.
 
@@ -62,7 +62,7 @@ def inductions(
     check_least(3 * triggers, length=length)
     token_key, place_key, order_key = jax.random.split(key_of(step, seed), 3)
     tokens = jax.random.randint(token_key, (batch_size, length), triggers, vocab_size, jnp.int32)
-    slots = jax.random.uniform(place_key, (batch_size, (length - triggers) // 2))  # of a trigger and its answer
+    slots = jax.random.uniform(place_key, (batch_size, (length - triggers) // 2))  # each for a trigger and its answer
     at = 2 * jnp.argsort(slots, axis=1)[:, :triggers]
     rows = jnp.arange(batch_size)[:, None]
     asked = jnp.argsort(jax.random.uniform(order_key, (batch_size, triggers)), axis=1).astype(jnp.int32)

@@ -29,13 +29,13 @@ class TaskBatches:
         self._examples = np.arange(process_index * share, (process_index + 1) * share)
 
     def of_seed(self, seed: int) -> "TaskBatches":
-        """The sequences of another seed."""
+        """Batches of the same task with another seed."""
         other = copy.copy(self)
         other._seed = seed
         return other
 
     def __len__(self) -> int:
-        return TEST  # no step of training is a held-out one
+        return TEST  # steps from here on are held out
 
     def __getitem__(self, step: int) -> Batch:
         """This process's share of the global batch at `step`."""
@@ -52,7 +52,7 @@ class TaskBatches:
 
 
 class HeldOutBatches:
-    """A fixed pass over sequences of a task that no training draws, the same for every seed.
+    """A fixed pass over sequences of a task that training never draws, the same for every seed.
 
     Args:
       task, context, process_index, process_count: as for `TaskBatches`.

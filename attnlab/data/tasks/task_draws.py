@@ -1,4 +1,4 @@
-"""How a task is drawn: the random key of a batch, and the compilation of a function that draws."""
+"""Helpers to draw a task: the random key of a batch, and the compilation of a function that draws."""
 
 import functools
 import inspect

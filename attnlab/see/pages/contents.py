@@ -9,7 +9,7 @@ import numpy as np
 from attnlab.see.pages.encoding import entropies, shown
 from attnlab.see.results import Effects, Run
 
-TOLERANCE = 1e-3  # of weights in bfloat16 about 0 and 1
+TOLERANCE = 1e-3  # for bfloat16 weights near 0 and 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Contents:
 
     steps: tuple[int | None, ...]  # (None,) for a run that is not a checkpoint
     paths: tuple[str, ...]
-    heads: tuple[int, ...]  # of each layer
+    heads: tuple[int, ...]  # number of heads in each layer
     prompts: list[Prompt]
     tables: dict[str, np.ndarray]  # by name [S, L, max H], NaN where a layer has fewer heads
 
@@ -76,7 +76,7 @@ def _patterns(run: Run, step) -> list[np.ndarray]:
 
 
 def _prompts(weights, tokens) -> list[Prompt]:
-    """The prompts of `[S, B, N, Tq, Tk]`, each cut to its tokens."""
+    """The prompts with their weights of `[S, B, N, Tq, Tk]`, each cut to its tokens."""
     pairs = [_pair(prompt) for prompt in ([tokens] if _is_prompt(tokens) else tokens)]
     if len(pairs) != weights.shape[1]:
         raise ValueError(f"tokens of {len(pairs)} prompts: expected {weights.shape[1]}, a list for each in the batch")

@@ -1,4 +1,4 @@
-"""The page: the text of its HTML file, and writing it."""
+"""Build the text of a page's HTML file, and write the file."""
 
 import base64
 import dataclasses
@@ -51,7 +51,7 @@ class Page:
         return str(self.path)
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
-        """For notebooks: the page in a frame of fixed height that may only run scripts, and the picture."""
+        """Output for notebooks: the page in a frame of fixed height that may only run scripts, and the picture."""
         frame = (
             f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts" title="Attention by head" '
             f'width="100%" height="{IFRAME_HEIGHT}" frameborder="0"></iframe>'
@@ -69,20 +69,20 @@ def page(
     effects: Effects | Mapping | None = None,
     max_bytes: int = 4 << 20,
 ) -> Page:
-    """One HTML file that shows attention: all heads, one head, its tokens, and their development in training.
+    """Build one HTML file that shows attention: all heads, one head, its tokens, and how they develop in training.
 
-    The file is self-contained and loads nothing. Without JavaScript it is a picture of all heads. Weights are stored to
-    0.004; of rows of more than 256 keys, only the largest eight weights.
+    The file is self-contained and loads nothing. Without JavaScript it shows a picture of all heads. Weights are stored
+    to within 0.004, and only the eight largest in rows of more than 256 keys.
 
     Args:
-      runs: with patterns `[B, H, Tq, Tk]`; several by training step, e.g. `{0: run, 500: run}`.
-      tokens: of one prompt, or a list of such lists, one for each example of the batch. If queries and keys differ, a
-        tuple of two lists in place of one. Weights of prompts shorter than Tq are cut: padding is on the right.
-      path: of the file; None for a notebook. Only a page of attnlab is overwritten.
+      runs: a run with patterns `[B, H, Tq, Tk]`, or several by training step, e.g. `{0: run, 500: run}`.
+      tokens: the tokens of one prompt, or a list of such lists, one for each example of the batch. If queries and keys
+        differ, a tuple of two lists replaces one. Weights of prompts shorter than Tq are cut on the right.
+      path: path of the file; None for a notebook. Only a page that attnlab wrote is overwritten.
       title: the finding, or the model's name.
-      scores: by kind, numbers `[L, H]`, or an object with such `values`; by step if `runs` are.
-      effects: of the heads, over layer and head; by step if `runs` are.
-      max_bytes: of the file.
+      scores: numbers `[L, H]` by kind, or an object with such `values`; by step if `runs` is.
+      effects: effects of the heads, over layer and head; by step if `runs` is.
+      max_bytes: largest size of the file.
 
     Returns:
       The page, for `open` or a notebook.
@@ -154,7 +154,7 @@ def _data(shown: Contents) -> dict:
 
 
 def _numbers(table: np.ndarray | np.floating) -> list | float | None:
-    """Nested lists of five significant digits, None for NaN and infinity."""
+    """Nested lists of numbers to five significant digits, None for NaN and infinity."""
     if table.ndim:
         return [_numbers(row) for row in table]
     return float(f"{table:.5g}") if np.isfinite(table) else None

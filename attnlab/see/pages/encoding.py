@@ -1,6 +1,6 @@
 """Weights as compressed bytes, and text that a page can embed and show.
 
-A weight p is stored as the byte round(255·√p), which separates small weights; the error is largest at p = 1, 0.004.
+A weight p is stored as the byte round(255·√p), which separates small weights; the largest error, at p = 1, is 0.004.
 Successive checkpoints differ little, so each is stored as its difference from the previous one, modulo 256.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 LONGEST_DENSE = 256  # keys; longer rows keep only their largest weights
 KEPT = 8
 SHOWN_AS = {" ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥"}
-MANTISSA = 14  # bits kept of row sums and entropies: a relative error of 2⁻¹⁵, four digits
+MANTISSA = 14  # bits stored of row sums and entropies: a relative error of 2⁻¹⁵, four digits
 
 
 def quantize(weights: np.ndarray) -> np.ndarray:
@@ -56,11 +56,11 @@ def entropies(weights: np.ndarray) -> np.ndarray:
     """−Σ p log p of the rows of `[…, Tq, Tk]`, in nats: `[…, Tq]`."""
     positive = weights > 0
     logs = np.log(weights, where=positive, out=np.zeros_like(weights))
-    return 0 - (weights * logs).sum(-1, where=positive)  # 0 −, since −0 would be written
+    return 0 - (weights * logs).sum(-1, where=positive)  # 0 −, because −0 would be written
 
 
 def record(weights: np.ndarray, causal: bool, kept: bool) -> np.ndarray:
-    """One prompt's statistics, then weights, of all N heads: uint8 `[S, bytes]` of `[S, N, Tq, Tk]`."""
+    """One prompt's statistics, then weights, of all N heads: uint8 `[S, bytes]` from `[S, N, Tq, Tk]`."""
     statistics = np.ascontiguousarray(row_statistics(weights)).view(np.uint8)
     cells = largest(weights) if kept else dense(weights, causal)
     return np.concatenate([part.reshape(len(weights), -1) for part in (statistics, cells)], axis=1)
@@ -89,9 +89,9 @@ def _shown_character(character: str) -> str:
         return SHOWN_AS[character]
     if code < 32:
         return chr(0x2400 + code)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte of "surrogateescape"
+    if 0xDC80 <= code <= 0xDCFF:  # a byte from "surrogateescape"
         return f"⟨{code - 0xDC00:02X}⟩"
-    # A zero-width joiner stays, since it joins the parts of an emoji.
+    # A zero-width joiner stays, because it joins the parts of an emoji.
     if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp", "Zs") and character not in "\u200c\u200d":
         return "·" if unicodedata.category(character) == "Zs" else f"⟨{code:04X}⟩"
     return character
