@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     own_process = argv is None
     program, *words = sys.argv if own_process else argv
     name = words[0] if words else "--help"

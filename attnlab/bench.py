@@ -14,11 +14,11 @@ from attnlab import commands
 from attnlab.support import shipped
 from attnlab.support.names import nearest
 
-WORKER = "--worker"  # before the name of a module that other processes talk to: see benchmarks/harness/workers.py
+WORKER = "--worker"  # precedes the name of a module that other processes talk to: see benchmarks/harness/workers.py
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     argv = list(sys.argv if argv is None else argv)
     name = argv[1] if len(argv) > 1 else "--help"
     benchmarks = shipped.files("benchmarks")

@@ -30,7 +30,7 @@ _NO_CONFIG = "--config is missing: name an experiment, e.g. --config=quickstart,
 
 
 class _OrNone(flags.ArgumentParser):
-    """Parses None, besides the values of another parser; `attnlab.config` rejects it where a field cannot be None."""
+    """Parser of None and of another parser's values; `attnlab.config` rejects None if a field cannot be None."""
 
     def __init__(self, parser: flags.ArgumentParser):
         self._parser = parser
@@ -47,7 +47,7 @@ for _type, _parser in _PARSERS.items():
     config_flags.register_flag_parser_for_type(_type, _OrNone(_parser))
 
 
-# For errors of Python and JAX that are the user's: what their texts hold, and what to do.
+# Python and JAX errors that the user can fix: a part of their message, and what to do.
 _MEMORY = "out of memory: lower config.batch_size, raise config.optimizer.accumulation, or choose a smaller model"
 _REMEDIES = {
     "RESOURCE_EXHAUSTED": _MEMORY,
@@ -60,8 +60,8 @@ _REMEDIES = {
 def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, argv: list[str] | None = None) -> int:
     """Parse a command line and call `main` with its flags; `define(values, argv)` defines them, --help prints `usage`.
 
-    Returns main's exit code, 0 for --help, 2 for an error of the user, 130 when interrupted, 141 when the reader of
-    standard output has gone.
+    Returns main's exit code, 0 for --help, 2 for a user error, 130 when interrupted, 141 when the reader of standard
+    output is gone.
     """
     argv = list(sys.argv if argv is None else argv)
     prepare_output()
@@ -76,7 +76,7 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
             parse(values, argv)
             with workers.lost_signals_sent_again(), versions.taken_once():
                 code = main(values)
-            sys.stdout.flush()  # a full disk is told here, and not by Python at its end
+            sys.stdout.flush()  # report a full disk here, not when Python exits
             return code
         finally:
             status.clear()
@@ -95,7 +95,7 @@ def run(define: Callable, main: Callable[[flags.FlagValues], int], usage: str, a
 
 
 def explained(error: BaseException) -> str | None:
-    """A user's mistake in one line, with what to do; None for any other error."""
+    """Explain a user's mistake in one line, with what to do; None for any other error."""
     if isinstance(error, ArgumentError):
         return error.of_flag
     if isinstance(error, UserError | flags.Error):  # flags.Error: an unreadable --flagfile
@@ -112,7 +112,7 @@ def prepare_output() -> None:
     status.open_streams()
     if signal.getsignal(signal.SIGINT) is status.end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    logging.set_verbosity(logging.FATAL)  # Orbax and TFDS log a lot, and raise what they log as errors
+    logging.set_verbosity(logging.FATAL)  # Orbax and TFDS log a lot, and raise the errors that they log
     warnings.formatwarning = lambda message, *_, **__: f"warning: {one_line(message)}\n"
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -120,7 +120,7 @@ def prepare_output() -> None:
 
 
 def _without_name() -> str:
-    """The file of an OSError that names none: standard output, if it cannot be written, and is then closed."""
+    """The file of an OSError that names none: standard output if it cannot be written; it is then closed."""
     try:
         print(flush=True)
     except OSError:
@@ -131,10 +131,10 @@ def _without_name() -> str:
 
 
 def define_config(values: flags.FlagValues, argv: list[str], saved: RunConfig | None = None) -> None:
-    """Define `--config=EXPERIMENT[:VARIANT]`, and `--config.FIELD=VALUE`, which change it, or `saved` without one."""
+    """Define `--config=EXPERIMENT[:VARIANT]`, and `--config.FIELD=VALUE` to change it, or `saved` if it is missing."""
     meaning = "experiment: a name, e.g. quickstart or sancho:tiny, or a Python file; --config.a.b=v changes a field"
     experiment = next(iter(given(argv, "config")), "")
-    # First, as its layers may be kinds; --help needs none.
+    # Load it first, because its layers may be new kinds; --help needs none.
     base = experiments.load(experiment) if experiment and not _HELP & {*argv} else saved
     if why := _unknown_field(argv):
         raise UserError(why)
@@ -144,7 +144,7 @@ def define_config(values: flags.FlagValues, argv: list[str], saved: RunConfig | 
 
 
 def define_import(values: flags.FlagValues, argv: list[str]) -> None:
-    """Define `--import=FILE`, and run the files: their layers are kinds, with options in `--config.model`."""
+    """Define `--import=FILE`, and run the files: their layers become kinds, with options in `--config.model`."""
     meaning = "Python file that defines layers, score mods or masks: a name in it is a kind for config.model.layers"
     flags.DEFINE_multi_string("import", [], meaning, flag_values=values)
     for file in given(argv, "import"):
@@ -153,7 +153,7 @@ def define_import(values: flags.FlagValues, argv: list[str]) -> None:
 
 def parse(values: flags.FlagValues, argv: list[str]) -> None:
     """Parse a command line, including `--config` and its overrides; UserError for its first error."""
-    if (count := len(_occurrences(argv, "config"))) > 1:  # of which absl defines the fields twice
+    if (count := len(_occurrences(argv, "config"))) > 1:  # because absl would define the fields twice
         raise UserError(f"--config is given {count} times: give it once")
     try:
         rest = values(_without_config(argv) if "config" in values else argv)
@@ -212,7 +212,7 @@ def from_words(words: Sequence[str]) -> tuple[RunConfig, set[str]]:
 
 
 def one_line(error: BaseException) -> str:
-    """The line of an error message that names the cause: the last line where it includes a traceback."""
+    """The line of an error message that names the cause: the last line if it includes a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
     if "Traceback" in str(error):
         return lines[-1].removeprefix("attnlab.support.errors.UserError: ")
@@ -233,7 +233,7 @@ def given(argv: list[str], name: str) -> list[str]:
 
 
 def _occurrences(argv: list[str], name: str) -> list[tuple[int, str]]:
-    """Index of each word that holds a value of a flag, and that value; "" after a last word without one."""
+    """Index and value of each word that holds a value of a flag; the value is "" if the flag is the last word."""
     found = []
     for at, word in enumerate(argv):
         flag, equals, value = word.lstrip("-").partition("=")
@@ -269,7 +269,7 @@ def _print_help(values: flags.FlagValues, usage: str) -> None:
 
 
 def _group(field: str) -> str:
-    """The heading of a field in --help: what it is of."""
+    """The heading of a field's group in --help."""
     group, kind, *_ = [*field.split(".")[:-1], "", ""]
     if kind not in KINDS:
         return f"config.{group}".rstrip(".")
@@ -279,7 +279,7 @@ def _group(field: str) -> str:
 
 
 def _unknown_field(argv: list[str]) -> str:
-    """Why the first word `--config.FIELD=…` of an unknown field names none; "" where all are known."""
+    """The error for the first word `--config.FIELD=…` with an unknown field; "" if all are known."""
     known = declared()
     groups = {name.rpartition(".")[0] for name in known}
     for word in argv[1:]:

@@ -105,7 +105,7 @@ def _main(values, argv: list[str]) -> int:
 
     def command(seeds: int) -> str:
         others = [word for word in argv[1:] if not word.startswith("--seeds=")]
-        words = argv[1:] if seeds == values.seeds else [*others, f"--seeds={seeds}"]  # of two the last counts
+        words = argv[1:] if seeds == values.seeds else [*others, f"--seeds={seeds}"]  # the last one counts
         return shlex.join(["attnlab", "compare", *words])
 
     try:
@@ -117,7 +117,7 @@ def _main(values, argv: list[str]) -> int:
 
 
 def _set_defaults(values, file: str) -> None:
-    """Set the flags that the dictionary COMPARE of a file names, and the command line does not."""
+    """Set the flags in the dictionary COMPARE of a file, unless the command line sets them."""
     for name, value in experiments.dictionary(file, "COMPARE").items():
         if name not in DEFAULT_OF_FILE:
             raise UserError(f"{file}: COMPARE has {name!r}: expected some of {', '.join(DEFAULT_OF_FILE)}")
@@ -130,7 +130,7 @@ def _set_defaults(values, file: str) -> None:
 
 
 def _print_runs(parts: list[Part]) -> int:
-    """The runs of a comparison, and an estimate of their time."""
+    """Print the runs of a comparison and an estimate of their time."""
     count = seconds = more = 0
     for part in parts:
         base = part.protocol.config

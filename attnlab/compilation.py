@@ -17,7 +17,7 @@ from pathlib import Path
 
 import jax
 
-# jaxlib versions that compute some sums of products wrongly on CPUs, where they fuse the two (JAX issue 39103).
+# jaxlib versions that compute some sums of products wrongly on CPUs when they fuse the two (JAX issue 39103).
 FAULTY = ("0.10.2",)
 FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
 PRODUCTS, SUMS = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", "LIBRARY_FUSION_TYPE_REDUCE"
@@ -68,14 +68,15 @@ def keep_programs() -> Path | None:
 
 @functools.cache
 def release_memory() -> None:
-    """From now on, return the memory that a compilation has freed to the system, where the C library is glibc.
+    """From now on, return memory to the system after each compilation, if the C library is glibc.
 
-    LLVM works in many threads, and glibc keeps what each frees for its next requests: 50 to 140 MiB a small program.
+    LLVM works in many threads, and glibc keeps the memory that each frees for its next requests: 50 to 140 MiB for a
+    small program.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if platform.system() == "Linux" else None
 
     def compiled(event: str, seconds: float, **_) -> None:
-        if event == COMPILED and seconds > 0.1:  # small programs leave little, and are many
+        if event == COMPILED and seconds > 0.1:  # shorter compilations leave little memory, and are many
             trim(0)
 
     if trim is not None:
@@ -86,7 +87,7 @@ def delete_oldest(folder: Path, limit: int = LIMIT) -> None:
     """Delete the oldest entries beyond `limit` bytes."""
     entries = []
     for entry in folder.glob("*-cache"):
-        with contextlib.suppress(FileNotFoundError):  # another process deletes as well
+        with contextlib.suppress(FileNotFoundError):  # another process may delete entries too
             entries.append((entry.stat().st_mtime, entry.stat().st_size, entry))
     entries.sort(reverse=True)
     for (*_, entry), size in zip(entries, itertools.accumulate(size for _, size, _ in entries)):

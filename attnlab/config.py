@@ -35,8 +35,8 @@ from attnlab.support.options import (
     validate,
 )
 
-# Fields that may change between two starts: they change how a run computes, not its results. A text may move, as its
-# content (of a mixture, with its weights) is compared by sha256.
+# Fields that may change between two starts: they change how a run computes, not its results. A text may move, because
+# its content (for a mixture, with its weights) is compared by sha256.
 FREE_TO_CHANGE = (
     "parallel.",
     "checkpoint.",
@@ -49,11 +49,11 @@ FREE_TO_CHANGE = (
     "model.scan",
 )
 FORMAT = 2  # of config.json
-# Fields of a run that are called as if they were its model's.
+# Fields of a run that are named as if they belonged to its model.
 _OF_RUN = {"model.vocab_size": "vocab_size", "model.scan": "scan"}
 _PATHS = ("init_from", "data.store", "checkpoint.dir")
 
-# Values of other options of a group without which an option has no effect.
+# An option has no effect unless other options of its group have these values.
 _TRAINED = {"tokenizer": tokenizers.TRAINED}
 _MUON, _ADAM = {"name": ("muon",)}, {"name": ("adamw", "muon", "lion")}
 
@@ -199,8 +199,8 @@ class Log:
 class RunConfig:
     """The config of a run, complete and checked, with absolute paths.
 
-    Its fields have the names of a command line. `model` is a `ModelConfig` of the config's precision, with 1 token
-    where they are the tokenizer's; `config.model.vocab_size` and `config.model.scan` are fields of the run.
+    Fields have their command-line names. `model` is a `ModelConfig` in the config's precision, with 1 token if the
+    tokenizer determines the number; `config.model.vocab_size` and `config.model.scan` are fields of the run.
 
     >>> config = RunConfig.of({"steps": 100, "model.layers": "gated_delta", "model.gated_delta.conv": 2})
     >>> config.steps, config.model.layers[0].conv, config.changed({"model.width": 64}).model.width
@@ -271,9 +271,9 @@ class RunConfig:
         """The config with some fields changed; all changes are checked together.
 
         Args:
-          values: by dotted name. "model.layers" names kinds (a kind that the config already has keeps its options), or
-            is configs, or what `attnlab.nn.register` takes; "model.attention.window" is of all layers of a kind,
-            "model.layers[0].window" of one.
+          values: by dotted name. "model.layers" takes names of kinds (a kind that the config already has keeps its
+            options), configs, or values for `attnlab.nn.register`. "model.attention.window" sets all layers of a kind,
+            "model.layers[0].window" one layer.
 
         Raises:
           UserError: an unknown name, an invalid value.
@@ -304,10 +304,10 @@ class RunConfig:
 
     @functools.cached_property
     def fields(self) -> dict[str, Any]:
-        """All fields and their values by dotted name, as `changed` takes them; masks and the like where they are set.
+        """All fields and their values by dotted name, as `changed` takes them; masks and the like only if set.
 
-        The options of a kind have its name, "model.attention.window"; of layers of one kind with different options
-        their place, "model.layers[0].window".
+        Options of a kind are named by the kind, "model.attention.window". If layers of one kind have different options,
+        these are named by index, "model.layers[0].window".
         """
         layers, found = self.model.layers, _values(self) | {"model.layers": self.model.kinds}
         for place, layer in enumerate(layers):
@@ -320,7 +320,7 @@ class RunConfig:
         return found
 
     def profiled(self) -> tuple[int, int] | None:
-        """The first and the last step that `log.profile` names, or None; FieldError for others than the run has."""
+        """The first and the last step that `log.profile` names, or None; FieldError for steps that the run lacks."""
         if not self.log.profile:
             return None
         found = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", self.log.profile)
@@ -331,7 +331,7 @@ class RunConfig:
         return first, last
 
     def over_tokens(self, vocab_size: int) -> ModelConfig:
-        """The model over a tokenizer's tokens, which `vocab_size` may pad; UserError where it is smaller."""
+        """The model for a tokenizer's vocabulary, padded to the field `vocab_size`; UserError if that is smaller."""
         if self.vocab_size is None or self.vocab_size == vocab_size:
             return self.model.replace(vocab_size=vocab_size)
         if self.vocab_size < vocab_size:
@@ -342,7 +342,7 @@ class RunConfig:
         return self.model.replace(vocab_size=vocab_size, padded_vocab_size=self.vocab_size)
 
     def check_effects(self) -> None:
-        """Raise UserError for a field that is set, although others take its effect."""
+        """Raise UserError for a field that is set but has no effect because of other fields."""
         try:
             check_effects(options(RunConfig), option_values(self))
             for layer in self.model.layers:
@@ -354,7 +354,7 @@ class RunConfig:
             raise UserError(f"config.{error}") from None
 
     def difference(self, before: "RunConfig") -> str:
-        """The first field that keeps it from resuming a run of another config, and both values; "" for none."""
+        """The first field that prevents resuming a run with the config `before`, and both values; "" for none."""
         was, now = before.fields, self.fields
         for field in dict.fromkeys([*was, *now]):
             if not field.startswith(FREE_TO_CHANGE) and not records.same(was.get(field), now.get(field)):
@@ -363,7 +363,7 @@ class RunConfig:
 
 
 def _alike(one: LayerConfig, other: LayerConfig) -> bool:
-    """Whether two layers of a kind have equal fields, with functions that compute the same."""
+    """Whether two layers of a kind have equal fields; functions are equal if they compute the same."""
     values = ((getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one))
     return all(a is b or a == b or records.same(a, b, by_version=True) for a, b in values)
 
@@ -374,7 +374,7 @@ def _default() -> RunConfig:
 
 
 def _with_name(data: Data) -> Data:
-    """The data with the name of a text that a path or a mixture says."""
+    """The data with `name` set from `path` or `mixture`."""
     if data.path and data.mixture:
         raise UserError("config.data.path and config.data.mixture are both set: name the path in the mixture")
     name = "text" if data.path else "mixture" if data.mixture else data.name
@@ -382,7 +382,7 @@ def _with_name(data: Data) -> Data:
 
 
 def _make_absolute(config: RunConfig, name: str) -> None:
-    """Make a path of a new config absolute, but for an address of checkpoints."""
+    """Make a path of a new config absolute, except a URL of checkpoints."""
     group, _, field = name.rpartition(".")
     path = getattr(getattr(config, group) if group else config, field)
     if path and not (field == "dir" and "://" in path):
@@ -392,7 +392,7 @@ def _make_absolute(config: RunConfig, name: str) -> None:
 
 
 def _check_task(data: Data, context: int) -> None:
-    """Raise an error for an unknown task, one that the context cannot hold, and options of texts beside one."""
+    """Raise an error for an unknown task, a task that the context cannot hold, or options of texts beside a task."""
     if (task := named.parse(data.name)) is None:
         return
     if context < task.shortest_context:
@@ -412,7 +412,7 @@ def declared() -> dict[str, Option]:
 
 
 def default() -> ConfigDict:
-    """Every field with its default, the values of `configs/quickstart.py`, to be changed.
+    """A config to modify: every field with its default, the values of `configs/quickstart.py`.
 
     >>> default().model.width
     128
@@ -425,7 +425,7 @@ def default() -> ConfigDict:
 
 
 def completed(config: ConfigDict | RunConfig) -> RunConfig:
-    """The checked config of a modified `default()`.
+    """The checked config from a modified `default()`.
 
     Raises:
       UserError: an unknown or missing field, values that do not fit together.
@@ -435,7 +435,7 @@ def completed(config: ConfigDict | RunConfig) -> RunConfig:
     if not isinstance(config, ConfigDict):
         raise UserError(f"config = {config!r}: expected a RunConfig, such as RunConfig.of({{…}}), or a ConfigDict")
     values, known = _flat(json.loads(config.to_json_best_effort())), declared()
-    kinds = tuple(f"model.{kind}." for kind in KINDS)  # of which some may be newer than the config
+    kinds = tuple(f"model.{kind}." for kind in KINDS)  # some of them may be newer than the config
     for field in known:
         if field not in values and not field.startswith(kinds):
             raise UserError(f"config.{field} is missing: start from attnlab.config.default()")
@@ -443,7 +443,7 @@ def completed(config: ConfigDict | RunConfig) -> RunConfig:
 
 
 def words(config: RunConfig, base: RunConfig) -> list[str]:
-    """The words of a command line that change one config into another, as far as words can say it."""
+    """The command-line words that change `base` into `config`, as far as words can express it."""
     before, known = base.fields, declared()
 
     def differs(name, value):
@@ -455,25 +455,24 @@ def words(config: RunConfig, base: RunConfig) -> list[str]:
 
 
 def to_json(config: RunConfig, **metadata) -> str:
-    """The content of `config.json`: its format, the fields of `config` with the record of each layer, metadata."""
+    """The content of `config.json`: its format, the fields of `config` with a record of each layer, and metadata."""
     return json.dumps(to_tree(config) | metadata, indent=2) + "\n"
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
-    """The format and the fields of a config as JSON has them; arrays are named, see `attnlab.nn.records`."""
+    """The format and the fields of a config as values of JSON; arrays are named, see `attnlab.nn.records`."""
     layers = list(map(records.of_layer, config.model.layers))
     return {"format": FORMAT} | _nested(_values(config) | {"model.layers": layers})
 
 
 def _values(config: RunConfig) -> dict[str, Any]:
-    """The options of a config but for its layers', by their names on a command line."""
+    """The options of a config, except those that belong to layers, by their command-line names."""
     names = {field: name for name, field in _OF_RUN.items()}
     return {names.get(name, name): x for name, x in option_values(config).items() if name not in _OF_RUN}
 
 
 def from_json(saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> RunConfig:
-    """The config in the content of `config.json`, of format 1 or 2, and of `config.npz`; missing fields have their
-    defaults."""
+    """The config in `config.json` (its content, in format 1 or 2) and `config.npz`; missing fields get defaults."""
     groups = {name.partition(".")[0] for name in declared()}
     values = _flat({name: value for name, value in saved.items() if name in groups})
     if not isinstance(layers := values.get("model.layers", ""), str):
@@ -482,7 +481,7 @@ def from_json(saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None 
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted name as groups of groups."""
+    """Nested groups from values by dotted name."""
     groups = {}
     for name, value in values.items():
         *path, field = name.split(".")
@@ -498,7 +497,7 @@ def _flat(tree, prefix="") -> dict:
 
 
 def unknown(field: str) -> str:
-    """Why a name is no field, with one that is like it; "" for a field."""
+    """Why a name is not a field, with a similar one; "" for a field."""
     known = declared()
     if field in known or re.match(rf"model\.({'|'.join(KINDS)}|layers\[\d+\])(\.|$)", field):
         return ""

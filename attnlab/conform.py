@@ -39,11 +39,11 @@ from attnlab.testing import report
 from attnlab.testing.report import Row
 
 FILES = ("conformance.json", "conformance.html")
-START = 60.0  # seconds more for the imports of a check
+START = 60.0  # extra seconds for the imports of a check
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     argv = list(sys.argv if argv is None else argv)
     names = [word for word in argv[1:] if not word.startswith("-")]
     options = [word for word in argv[1:] if word.startswith("-")]
@@ -131,9 +131,9 @@ def _calls(values) -> dict | None:
 
 
 def checked(asked: dict, features: list[str], timeout: float) -> tuple[str, list[Row], dict[str, str]]:
-    """(version, rows, meanings) of a check in another process, started again where the function ends it.
+    """(version, rows, meanings) of a check in another process, which is restarted if the function ends it.
 
-    It is killed, and the feature wrong, where it says nothing for `timeout` seconds.
+    If the process is silent for `timeout` seconds, it is killed and the feature is wrong.
     """
     version, rows, meanings, left, name = None, [], {}, list(features), asked["function"]
     width = max(map(len, features))
@@ -172,9 +172,9 @@ def checked(asked: dict, features: list[str], timeout: float) -> tuple[str, list
 
 
 def _messages(worker: subprocess.Popen, timeout: float, silent: threading.Event) -> Iterator[dict]:
-    """Lines that a process prints; one that is silent for `timeout` seconds is killed, and the event set.
+    """Yield the messages that a process prints; if it is silent for `timeout` seconds, kill it and set the event.
 
-    Before the first line, when it imports JAX and the function's module, it has `START` seconds more.
+    It has `START` more seconds for the first line, because it first imports JAX and the function's module.
     """
     more = START
 
@@ -196,13 +196,13 @@ def _messages(worker: subprocess.Popen, timeout: float, silent: threading.Event)
 
 
 def _environment() -> dict[str, str]:
-    devices = "--xla_force_host_platform_device_count=4"  # for calls that are sharded
-    highest = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}  # on GPUs products of float32 are in TF32 otherwise
+    devices = "--xla_force_host_platform_device_count=4"  # for sharded calls
+    highest = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}  # otherwise GPUs compute float32 products in TF32
     return highest | os.environ | {"XLA_FLAGS": f"{devices} {os.environ.get('XLA_FLAGS', '')}"}
 
 
 def columns(likes: Mapping[str, str]) -> list[Column]:
-    """The columns of a check; features with an earlier one's fault refer to it."""
+    """The columns of a check; a feature with the same fault as an earlier one refers to it."""
 
     def why(row: Row) -> str:
         return f"like {likes[row.feature]}: {row.fault}" if row.feature in likes else row.why

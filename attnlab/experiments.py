@@ -19,15 +19,15 @@ def files() -> dict[str, Path]:
 
 
 def names() -> list[str]:
-    """The experiments as `--config` takes them: one whose `get_config` has an argument with each of its values."""
+    """The experiments as `--config` takes them; an experiment with variants is listed with each variant."""
     found = {name: shipped.strings(file, "VARIANTS") for name, file in files().items()}
     return [f"{name}:{value}" if value else name for name, values in found.items() for value in values or [""]]
 
 
 def find(experiment: str) -> str:
-    """The path of an experiment, named by its name or path, with its variant.
+    """The path of an experiment with its variant, from its name or path.
 
-    A path has a slash or ends in ".py": a file or folder of the current folder never takes the place of a name.
+    A path has a slash or ends in ".py", so that a file or folder in the current folder never replaces a name.
     """
     name, colon, variant = experiment.partition(":")
     known = files()
@@ -41,7 +41,7 @@ def find(experiment: str) -> str:
 
 
 def load(experiment: str) -> RunConfig:
-    """The config of an experiment, by its name or path, with its variant; UserError for a file that returns none.
+    """Load the config of an experiment, by its name or path, with its variant; UserError if the file returns none.
 
     >>> load("sancho:tiny").data.name
     'quijote'
@@ -63,7 +63,7 @@ def load(experiment: str) -> RunConfig:
 
 
 def dictionary(experiment: str, name: str) -> Mapping:
-    """A dictionary of names, and what makes each, in the file of an experiment; {} where it has none."""
+    """The dictionary `name` in the file of an experiment; {} if it has none."""
     file, *_ = find(experiment).partition(":")
     if not isinstance(found := getattr(custom.run(Path(file)), name, {}), Mapping):
         raise UserError(f"{experiment}: {name} is not a dictionary of names to fields and values")

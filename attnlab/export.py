@@ -24,7 +24,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     return commands.run(_define, _main, __doc__, argv)
 
 

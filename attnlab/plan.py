@@ -15,7 +15,7 @@ The exit code is 0 if the run fits, or if that is unknown; 1 if it does not fit;
 import os
 import sys
 
-if "jax" not in sys.modules:  # XLA reads it when it is loaded, and otherwise it warns of memory
+if "jax" not in sys.modules:  # XLA reads this when it is loaded; otherwise it warns of memory
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import functools
@@ -33,7 +33,7 @@ from attnlab.training import precision
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     return commands.run(_define, functools.partial(_main, own_process=argv is None), __doc__, argv)
 
 
@@ -54,7 +54,7 @@ def _main(values, own_process: bool) -> int:
     file = None if values.json is None else new_file("--json", values.json)
     topology = topologies.find(values.topology)
     if own_process:
-        jax.config.update("jax_enable_compilation_cache", False)  # whose hits would not count as seconds of compiling
+        jax.config.update("jax_enable_compilation_cache", False)  # because hits would hide the seconds of compiling
     planned = plans.plan(config, topology, values.vocab_size, name)
     print(table(planned), flush=True)
     if file is not None:
@@ -98,7 +98,7 @@ def table(planned: Plan) -> str:
 
 
 def _memory(planned: Plan) -> list[str]:
-    """The memory of each step, GiB of one device, by columns."""
+    """A table of the memory of each step, in GiB per device."""
     usable = planned.topology.usable_gib
     rows = [("GiB per device", "arguments", "temporaries", "peak", "of", "compiled in")]
     for name, step in (("training", planned.training), ("evaluation", planned.evaluation)):
@@ -112,7 +112,7 @@ def _memory(planned: Plan) -> list[str]:
 
 
 def _size(size: int | None) -> str:
-    """Bytes as GiB, with the digits that a small program needs."""
+    """Bytes as GiB, with more digits for a small program."""
     if size is None:
         return "–"
     gib = size / 2**30

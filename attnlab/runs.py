@@ -20,7 +20,7 @@ def metrics(workdirs: str | Path | Iterable[str | Path], split: str = "") -> dic
     Args:
       workdirs: the folder of a run, a glob such as "runs/sweep/*", or several of both; other matches of a glob are
         ignored.
-      split: "train", "val", "final" or "diverged" for those records alone.
+      split: "train", "val", "final" or "diverged" for only such records.
 
     Returns:
       Arrays of equal length by name: "run" (the name of its folder; the path where two have the same name), "step",
@@ -66,7 +66,7 @@ def named(workdirs: str | Path | Iterable[str | Path]) -> dict[str, Path]:
 
 def _matches(given: str) -> list[Path]:
     folder = Path(given).expanduser()
-    if _has_records(folder):  # whose name may hold brackets
+    if _has_records(folder):  # before globbing, because its name may hold brackets
         return [folder]
     if not glob.has_magic(given):
         raise UserError(f"{given} holds no metrics.jsonl: name the folder of a run, or a glob of several: {given}/*")
@@ -80,7 +80,7 @@ def _has_records(folder: Path) -> bool:
 
 
 def write_csv(path: str | Path, columns: Mapping[str, Iterable]) -> Path:
-    """Write columns, such as those of `metrics`, as CSV with a line of names, and return the path.
+    """Write columns, such as the result of `metrics`, as CSV with a header line, and return the path.
 
     NaN and None become empty cells. An existing file is replaced.
 

@@ -49,7 +49,7 @@ __all__ = ["Draw", "generate", "main", "prompt_ids"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     return commands.run(_define, functools.partial(_main, own_process=argv is None), __doc__, argv)
 
 
@@ -124,7 +124,7 @@ def _main(values, own_process: bool) -> int:
 
 
 def _options(values, run: Run) -> dict:
-    """Arguments of `complete` but for the batch size."""
+    """Arguments of `complete`, except the batch size."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     draw = Draw(**{name: values[name].value for name in names}, vocab_size=run.tokenizer.vocab_size)
     stop = [string.replace(r"\n", "\n").replace(r"\t", "\t") for string in values.stop]
@@ -136,7 +136,7 @@ def _options(values, run: Run) -> dict:
 
 
 def _print_text(text: str, end: str = "\n") -> None:
-    """Print a text of a model: as it is, or with control characters that are shown and not obeyed, on a terminal."""
+    """Print a text of a model; on a terminal, control characters are shown and not obeyed."""
     print(shown(text), end=end, flush=True)
 
 

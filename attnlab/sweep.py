@@ -81,18 +81,18 @@ def _main(values) -> int:
 def sweep(
     configs: Sequence[RunConfig], workdir: str | Path, *, jobs: int = 0, together: int | str = "auto"
 ) -> list[dict]:
-    """Train some runs side by side, each in a folder of its own in `workdir`, which is named by what it differs in.
+    """Train runs side by side, each in its own folder in `workdir`, named after the values in which it differs.
 
-    The same call goes on where it was stopped, and keeps the runs that are finished.
+    The same call continues where it was stopped, and keeps finished runs.
 
     Args:
-      configs: of all runs.
-      workdir: gets the runs, the table `runs.csv`, with seeds beside other fields `groups.csv`, and plots.
-      jobs: processes at a time; 0 trains in this one, which values that live in it alone need.
+      configs: the config of each run.
+      workdir: receives the runs, the table `runs.csv`, `groups.csv` if seeds vary beside other fields, and plots.
+      jobs: processes at a time; 0 trains in this process, as is necessary for values that exist only here.
       together: how many runs of one program are trained as one; "auto": all on a GPU, one on CPUs.
 
     Returns:
-      a record for each run, the lowest final loss first, and those that failed last, with their "error".
+      a record for each run, the lowest final loss first, and failed runs last, with their "error".
 
     Raises:
       UserError: an unusable config or folder, before any run.
@@ -119,7 +119,7 @@ def sweep(
 @versions.taken_once()
 @shared_programs()
 def _trained(points: list[grid.Point], folder: Path, about: dict, **runner) -> tuple[list[dict], dict[str, str]]:
-    """Train runs, and print and write their tables; the table, and the errors of those that failed, by name."""
+    """Train runs, and print and write their tables; return the table, and the errors of failed runs by name."""
     finished = {point.name for point in points if train.is_finished(point.config, folder / point.name)}
     with training_runs.claimed(folder, MARKER, about) as lock:
         failed = training_runs.Runner(len(points), lock=lock, **runner).train(points, finished, folder)

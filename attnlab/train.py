@@ -72,7 +72,7 @@ class TrainedRun(NamedTuple):
 
     Attributes:
       workdir: its folder.
-      loss: on the validation text, nats per token, at the end of training, or of the evaluation; None where a signal
+      loss: on the validation text, in nats per token, at the end of training or of the evaluation; None if a signal
         stopped the run, and after training in all processes but the first, which writes the records.
       signal: the number of the signal that stopped and saved it; 0 for none.
       overrides: the user's model and optimizer.
@@ -89,7 +89,7 @@ class TrainedRun(NamedTuple):
         return metrics.read(self.workdir / "metrics.jsonl")
 
     def load(self, step: int | str = "latest") -> Run:
-        """`attnlab.load` of the run, with the user's model."""
+        """Load the run by `attnlab.load`, with the user's model."""
         return load(self.workdir, step, model=self.overrides.model)
 
 
@@ -107,30 +107,30 @@ def train(
     on_phase: OnPhase = contextlib.nullcontext,
     tracker: NewTracker | None = None,
 ) -> TrainedRun:
-    """Train with a config, resuming the run in `workdir` if there is one; a finished one is returned as it is.
+    """Train with a config, resuming the run in `workdir` if there is one; a finished run is returned as it is.
 
     Args:
       config: a modified `attnlab.config.default()`, or a `RunConfig`, which may hold layers, masks and score mods; with
         more steps than the run in `workdir`, the run is extended.
       workdir: gets `config.json`, `tokenizer.json`, `metrics.jsonl`, `checkpoints/`, TensorBoard events and profiles.
       eval_only: evaluate the newest checkpoint on the validation text, and write nothing.
-      layers: in place of `config.model.layers`: configs of layers, or a class, see `attnlab.nn.register`.
+      layers: replace `config.model.layers`: configs of layers, or a class, see `attnlab.nn.register`.
       mask, score_mod: for all layers; a function `fn(score, b, h, i, j)` is a score mod as well.
-      model: a linen module in place of the GPT of `config.model`, of which only `context` is then used. Its only
-        collection is `params`. It is called with int32 tokens `[B, T]`, in training with `deterministic=False` and
-        `dropout_key=` a key for each sequence `[B]`, for `config.data.packing = "documents"` with `segments=`, int32
-        `[B, T]`, and returns logits `[B, T, V or more]`. It is not sampled from.
-      optimizer: an optax transformation in place of `config.optimizer`, of which only `accumulation` and `ema` are then
-        used. It has layers one by one, unless `config.model.scan` is True.
+      model: a linen module that replaces the GPT; only `context` of `config.model` is then used. Its only collection
+        is `params`. It is called with int32 tokens `[B, T]`; in training also with `deterministic=False` and
+        `dropout_key=`, a key for each sequence `[B]`; for `config.data.packing = "documents"` also with `segments=`,
+        int32 `[B, T]`. It returns logits `[B, T, V or more]`. No samples are generated from it.
+      optimizer: an optax transformation; only `accumulation` and `ema` of `config.optimizer` are then used. Its
+        parameters are not stacked over layers, unless `config.model.scan` is True.
       on_step: called as `on_step(step, metrics)` after each step, in every process, with float32 scalars on the
         devices: "loss" (nats per token) and "grad_norm" before the update, "param_norm" after it, and "skipped" if
-        `config.on_nonfinite` is "skip". Reading one waits for the call of the devices, of several steps.
+        `config.on_nonfinite` is "skip". Reading one waits for its call of the devices, which may have several steps.
       on_phase: `with on_phase(name)` surrounds each of `attnlab.training.checkpoints.PHASES`.
-      tracker: `tracker(workdir, saved)`, with the content of `config.json`, makes a `Tracker` of
-        `attnlab.training.trackers` in the first process. What it raises ends the run.
+      tracker: `tracker(workdir, saved)` makes a `Tracker` of `attnlab.training.trackers` in the first process; `saved`
+        is the content of `config.json`. An error that it raises ends the run.
 
     Returns:
-      The run, also where a signal stopped it after it was saved; its `loss` is None then.
+      The run, even if a signal stopped it after a save; its `loss` is then None.
 
     Raises:
       UserError: an unusable config, text, model or workdir; a loss or gradient that is not finite.
@@ -159,7 +159,7 @@ def train(
 
 @versions.taken_once()
 def _train(config, workdir, overrides=NOTHING, *, eval_only, own_process=False, on_step=None, **hooks) -> TrainedRun:
-    """`train`; in a process of its own a signal before the first step, and a second one, end it."""
+    """Run `train`; with `own_process`, a signal before the first step, or a second one, ends the process."""
     plan = runs.resolve(config, workdir, eval_only=eval_only, overrides=overrides)
     if plan.origin == "finished":
         _print_finished(plan)
@@ -181,13 +181,13 @@ def _train(config, workdir, overrides=NOTHING, *, eval_only, own_process=False, 
 
 
 def _trained(plan: runs.RunPlan, code: int = 0) -> TrainedRun:
-    """The run as its folder has it; the exit code is 0, or 128 + the number of the signal that stopped it."""
+    """The run as recorded in its folder; `code` is 0, or 128 + the number of the signal that stopped it."""
     found = TrainedRun(plan.workdir.path, None, code % 128, plan.overrides)
     return found if code or jax.process_index() else found._replace(loss=found.records[-1]["loss"])
 
 
 def is_finished(config: ConfigDict | RunConfig, workdir: str | Path) -> bool:
-    """Whether the run of a config is in a workdir and finished; without a run there no device is started."""
+    """Whether a workdir holds the finished run of a config; without a run there, no device is started."""
     return (Path(workdir) / "config.json").exists() and runs.resolve(config, workdir).origin == "finished"
 
 
@@ -200,7 +200,7 @@ def _print_finished(plan: runs.RunPlan) -> None:
 
 
 def _evaluated(run: runs.OpenRun) -> float:
-    """The loss of a state on the validation text, which the first process prints."""
+    """The loss of a run's state on the validation text; the first process prints it."""
     if jax.process_index() == 0:
         status.show("evaluating")
     (scores,) = run.program.evaluate(run.state.evaluated, run.text.validation)

@@ -22,11 +22,11 @@ from attnlab.support.paths import named
 from attnlab.training.state import TrainState
 
 MANIFEST = "manifest.json"
-# The phases of a run, for tests that kill it in each. Those after "save" happen while the loop goes on; "rename" is the
+# The phases of a run; tests kill it in each. The phases after "save" happen while the loop continues; "rename" is the
 # moment before a checkpoint gets its final name.
 PHASES = ("compile", "step", "evaluation", "sampling", "save", "write", "commit", "rename", "pruning")
 OnPhase = Callable[[str], contextlib.AbstractContextManager]
-TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a checkpoint that is not complete
+TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of an incomplete checkpoint
 
 
 def history_steps(steps: int, count: int) -> list[int]:
@@ -46,18 +46,18 @@ class Checkpoints:
     """The checkpoints of a run: the newest `keep`, the best, and the permanent checkpoints.
 
     A checkpoint is a folder named after its step. It is written under a temporary name and renamed when complete. The
-    manifest is written last: the step, and the sha256 of every other file, as Orbax alone would load a flipped bit
-    silently. `directory` may be any path of etils.epath; there, Orbax decides what is complete.
+    manifest is written last. It has the step and the sha256 of every other file, because Orbax alone would load a
+    flipped bit silently. `directory` may be any path of etils.epath; there, Orbax decides what is complete.
 
     Attributes:
-      best: returns the step among its argument to keep regardless of age, or None; set by the trainer.
+      best: returns which of some steps to keep regardless of age, or None; set by the trainer.
     """
 
     def __init__(self, directory: str | Path, keep: int = 1, on_phase: OnPhase = contextlib.nullcontext):
         is_url = "://" in str(directory)
         try:
             self.directory = epath.Path(directory if is_url else Path(directory).expanduser().absolute())
-            self.directory.exists()  # fails where the package of an object storage is missing
+            self.directory.exists()  # fails if the package for an object storage is missing
         except (KeyError, ImportError) as error:
             why = f"checkpoint.dir = {directory} cannot be reached ({_why(error)})"
             raise UserError(f"{why}: choose another") from error
@@ -104,7 +104,7 @@ class Checkpoints:
     def _add_manifest(self, step: int, permanent: bool) -> None:
         """Add the manifest when all other files are written, before the folder is renamed."""
         with self._on_phase("commit"):
-            final, temporary = str(step), f"{step}{TEMPORARY}"  # the final name in object storage, which cannot rename
+            final, temporary = str(step), f"{step}{TEMPORARY}"  # object storage cannot rename: it has the final name
             names = (path.name for path in self.directory.iterdir())
             folder = self.directory / next(name for name in names if name == final or name.startswith(temporary))
             # Orbax writes the time to its own _CHECKPOINT_METADATA later; that file holds no state.
@@ -122,7 +122,7 @@ class Checkpoints:
             return
         with self._writing():
             self._writer.wait_until_finished()
-        if jax.process_index() == 0:  # by hand: Orbax' policies belong to a manager, which cannot add the manifest
+        if jax.process_index() == 0:  # by hand: Orbax's policies need its manager, which cannot add the manifest
             steps = self.steps()
             best = self.best(steps)
             for step in steps[: -self._keep]:
@@ -144,7 +144,7 @@ class Checkpoints:
             manifest = _read_manifest(folder)
             if manifest["step"] != step:
                 return f"it belongs to step {manifest['step']}"
-            found = {str(path.relative_to(folder)): path for path in _files(folder)}  # names lead to no other folder
+            found = {str(path.relative_to(folder)): path for path in _files(folder)}  # no name leads to another folder
             for name, written in manifest["sha256"].items():
                 if name not in found:
                     return f"{name} is missing"
@@ -174,7 +174,7 @@ class Checkpoints:
         return None, {}
 
     def set_aside(self, step: int) -> str:
-        """Rename a checkpoint so that it is no longer found, in place of an earlier one; returns its new name."""
+        """Rename a checkpoint so that it is no longer found, replacing an earlier one; returns its new name."""
         aside = self.directory / f"{step}.damaged"
         if aside.exists():
             aside.rmtree()
@@ -194,7 +194,7 @@ class Checkpoints:
         return self._restore_like(step, {name: like})[name]
 
     def _restore_like(self, step: int, like: dict) -> dict:
-        """Items of a checkpoint as `like`, whatever the layout of layers in which they are on disk."""
+        """Items of a checkpoint in the form of `like`, whether their layers are stacked on disk or not."""
         folder, wanted = self.directory / str(step) / "params", like.get("params", like.get("average"))
         try:
             found = ocp.StandardCheckpointHandler().metadata(folder)
@@ -209,7 +209,7 @@ class Checkpoints:
         return jax.jit(to_wanted, out_shardings=shardings)(saved)
 
     def metadata(self, step: int) -> dict:
-        """The metadata passed to `save`; every process must call it, as Orbax waits for all."""
+        """The metadata passed to `save`; every process must call this, because Orbax waits for all."""
         return self._restore(step, facts=ocp.args.JsonRestore())["facts"]
 
     def close(self) -> None:
@@ -226,8 +226,8 @@ class Checkpoints:
     def _writer(self) -> ocp.AsyncCheckpointer:
         if self._open_writer is None:
             _ignore_late_io()
-            # If creating a folder in the background fails, Orbax's threads wait for it for twenty minutes, and they are
-            # no daemons: the process could not end.
+            # If creating a folder in the background fails, Orbax's threads wait for it for twenty minutes. They are not
+            # daemons, so the process could not end.
             options = ocp.AsyncOptions(create_directories_asynchronously=False)
             options.post_finalization_callback = lambda: self._commit()
             handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(async_options=options))
@@ -302,7 +302,7 @@ def _why(error: BaseException) -> str:
 
 @functools.cache
 def _ignore_late_io() -> None:
-    """Silence reads and writes that fail after the first failure was reported, from now on.
+    """From now on, silence reads and writes that fail after the first failure was reported.
 
     Orbax accesses all arrays concurrently and raises the first failure; the others would each print a traceback.
     """

@@ -14,15 +14,15 @@ from attnlab.training import precision as precisions
 
 
 def per_token(model: nn.Module, length: int) -> float:
-    """FLOPs of training per token: three times the forward pass, which is traced and not run.
+    """Training FLOPs per token: three times the forward pass, which is traced but not run.
 
-    A weight of a matrix product takes 2 in the forward and 4 in the backward pass, and so do the products q·k and p·v
-    for each visible key (Chowdhery et al. 2022, appendix B, which counts every key; a causal query attends to
-    (T + 1) / 2 keys on average) and those with the state of a recurrence, of which `chunked` computes more. Embedding
-    lookups, elementwise operations and the recomputation of remat are not counted.
+    Each weight of a matrix product takes 2 FLOPs in the forward and 4 in the backward pass. So do the products q·k and
+    p·v for each visible key, (T + 1) / 2 on average for a causal query (Chowdhery et al. 2022, appendix B, count every
+    key), and the products with the state of a recurrence, although `chunked` computes more of them. Embedding lookups,
+    elementwise operations and the recomputation of remat are not counted.
 
     Args:
-      model: from tokens `[B, T]` to logits; of any layers.
+      model: a module from tokens `[B, T]` to logits, with any layers.
       length: T, tokens per sequence.
 
     >>> per_token(GPT.of(vocab_size=10, num_layers=1, num_heads=1, width=8, context=3), length=3)
@@ -33,7 +33,7 @@ def per_token(model: nn.Module, length: int) -> float:
 
 
 def per_decoded_token(model: GPT, length: int) -> float:
-    """FLOPs of decoding the last of `length` tokens: 2 for each weight, and what a layer does with its cache.
+    """FLOPs of decoding the last of `length` tokens: 2 for each weight, plus each layer's work on its cache.
 
     >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=1, width=8, context=8)
     >>> per_decoded_token(model, length=8) - per_decoded_token(model, length=4)

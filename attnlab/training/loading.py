@@ -21,9 +21,9 @@ class Run(NamedTuple):
 
     Attributes:
       model: returns the logits of the next tokens, `model.apply(params, tokens)`.
-      params: its variables, `{"params": …}`, float32; of a run with `config.optimizer.ema`, their average.
+      params: its variables, `{"params": …}`, float32; for a run with `config.optimizer.ema`, their average.
       tokenizer: converts text to token ids and back; None for a folder of `transformers` without tokenizer files.
-      config: the run's; for a model of `transformers`, the default config with its model.
+      config: the run's config; for a model of `transformers`, the default config with its model.
     """
 
     model: GPT | nn.Module
@@ -47,9 +47,9 @@ def load(
       workdir: the folder of `attnlab train --workdir=…`, or of a Hugging Face model and its tokenizer files.
       step: "latest", "best" (the lowest validation loss), or the step of an existing checkpoint.
       model: the module that `attnlab.train.train(…, model=…)` trained; None for a GPT.
-      mask, score_mod: those that the run was trained with, equal to the arguments of `attnlab.train.train`.
+      mask, score_mod: equal to the arguments of `attnlab.train.train` with which the run was trained.
 
-    A run with custom layers is loaded after `attnlab.nn.register` of their class, or of the same file.
+    To load a run with custom layers, first call `attnlab.nn.register` for their class, or import the same file.
 
     Returns:
       `Run(model, params, tokenizer, config)`, with the parameters on the default device.
@@ -85,7 +85,7 @@ def load(
 
 
 def load_params(workdir: Path, like, step: int | str = "latest"):
-    """The parameters of a run or of a Hugging Face model, placed like the `jax.ShapeDtypeStruct` of `like`."""
+    """Load the parameters of a run or of a Hugging Face model, placed like the `jax.ShapeDtypeStruct` in `like`."""
     import jax
 
     if huggingface.is_hf(workdir):
@@ -101,14 +101,14 @@ def load_params(workdir: Path, like, step: int | str = "latest"):
 
 
 def checkpoints_of(workdir: Path):
-    """The `Checkpoints` of a run; Orbax takes seconds to import."""
+    """The `Checkpoints` of a run; imports Orbax, which takes seconds."""
     from attnlab.training.checkpoints import Checkpoints
 
     return Checkpoints(read_run(workdir)[1].checkpoint.dir or workdir / "checkpoints")
 
 
 def chosen_step(checkpoints, workdir: Path, step: int | str) -> int:
-    """The step that "latest", "best" or a number stands for; UserError where it has no checkpoint."""
+    """The step that "latest", "best" or a number stands for; UserError if it has no checkpoint."""
     from attnlab.training.metrics import best_step, read
 
     steps = checkpoints.steps()

@@ -17,7 +17,7 @@ from attnlab.training.preemption import PreemptionHandler
 from attnlab.training.profiling import Profiler, Timer
 from attnlab.training.run import OpenRun
 
-LONGEST_CALL = 1.0  # seconds that one dispatch to the devices may take: signals wait for its end
+LONGEST_CALL = 1.0  # seconds that one dispatch to the devices may take, because signals wait for its end
 
 
 class _Call(NamedTuple):
@@ -31,24 +31,24 @@ class _Call(NamedTuple):
 class TrainLoop:
     """Train from a state to the end of the run, or until stopped.
 
-    Each iteration dispatches one call, of one step or more. The devices compute it while the host reads the metrics of
-    the previous call. At a pause, where a step is due to be evaluated, saved or sampled, the host waits for them.
+    Each iteration dispatches one call of one or more steps. The devices compute it while the host reads the metrics of
+    the previous call. At a pause (to evaluate, save or sample), the host waits for the devices.
 
-    A signal (SIGTERM, Ctrl-C) that comes after the first step is polled once a call, and while evaluating: the loop
-    saves and ends. SIGKILL leaves the newest whole checkpoint, and the next start cuts the log to its step; it also
-    evaluates a step that was saved and not yet evaluated.
+    After the first step, signals (SIGTERM, Ctrl-C) are polled once per call and during evaluation; the loop then saves
+    and ends. After SIGKILL, the newest intact checkpoint remains. The next start truncates the log to its step, and
+    evaluates that step if it was saved but not yet evaluated.
 
-    Several runs, which differ only in seed and learning rates, take each step as one program. `members` holds their
-    state, and logs, evaluates and saves each; one that diverges, or is out of patience, ends before the others.
+    Several runs that differ only in seed and learning rates take each step as one program. `members` holds their
+    state, and logs, evaluates and saves each run; a run that diverges or is out of patience ends before the others.
 
     Args:
-      runs: open; their logs and files are written by the first process alone.
+      runs: the open runs; only the first process writes their logs and files.
       preemption: reports signals.
       on_step: called for every step in every process, `on_step(step, metrics)`; see `attnlab.train.train`.
       on_phase: `with on_phase(name)` surrounds each of `checkpoints.PHASES`.
 
     Attributes:
-      errors: of the runs that diverged, by their index; the caller raises or reports them.
+      errors: the errors of diverged runs, by their index; the caller raises or reports them.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TrainLoop:
         self._per_run = self.program.per_run([run.plan.config for run in runs])
         self._unread = collections.deque()  # calls that were dispatched, but not yet read
         self._timer = Timer(self.start)
-        self._longest = None  # steps of a call of `LONGEST_CALL` seconds, once known
+        self._longest = None  # steps that fit into `LONGEST_CALL` seconds, once known
 
     def run(self) -> int:
         """Train to the last step; returns 0, or 128 + the number of the signal that stopped and saved the run."""
@@ -102,7 +102,7 @@ class TrainLoop:
         return 0
 
     def _call(self, step: int, batches: Iterator[Batch], profiler: Profiler) -> int:
-        """Dispatch the steps after `step`, as many as one call may have; returns the last of them."""
+        """Dispatch as many steps after `step` as one call may have; returns the last one."""
         is_first, began, members = step == self.start, time.perf_counter(), self.members
         if is_first:
             self.reporter.say("compiling the step")
@@ -134,7 +134,7 @@ class TrainLoop:
             self._timer.restart(step)  # exclude compilation too
 
     def _steps_ahead(self, step: int) -> int:
-        """How many steps the next call has: up to the next pause, and at most `LONGEST_CALL` seconds."""
+        """The number of steps in the next call: up to the next pause, and for at most `LONGEST_CALL` seconds."""
         config, most = self.config, self.program.steps_per_call
         if most == 1 or step == self.start:  # before the first step, there is nothing to save
             return 1
@@ -148,11 +148,11 @@ class TrainLoop:
         return max(1, min(most, steps, self._longest or 1))
 
     def _read(self, wait: bool) -> None:
-        """Read and record the metrics of all calls, or of all but the last, which the devices may be computing."""
+        """Read and record the metrics of all calls; unless `wait`, skip the last, which may still be running."""
         while len(self._unread) > (not wait):
             call = self._unread.popleft()
             read = self.members.population.rows(call.metrics)
-            # A dispatch may block until its steps have been computed: then later calls have ended as well.
+            # A dispatch may block until its steps have been computed; later calls have then ended as well.
             ended = [call, *(each for each in self._unread if each.metrics["loss"].is_ready())][-1].last
             self._timer.stop(ended)
             steps = range(call.first, call.last + 1)

@@ -1,4 +1,4 @@
-"""The runs of a training loop: their state, and what is done with each at a step, a pause and its end."""
+"""The runs of a training loop: their state, and the work on each at a step, at a pause and at its end."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,7 @@ from attnlab.training.run import OpenRun
 
 
 class Due(NamedTuple):
-    """Whether a step is to be evaluated, saved and sampled from."""
+    """Whether to evaluate, save and sample after a step."""
 
     evaluate: bool
     save: bool
@@ -36,9 +36,9 @@ class Members:
     """The runs of a population: each has its own log, checkpoints and end.
 
     Attributes:
-      runs: those that have not ended, by their index in the population.
-      state: of the population.
-      errors: of the runs that diverged, by index.
+      runs: the runs that have not ended, by their index in the population.
+      state: the state of the population.
+      errors: the errors of diverged runs, by index.
       history: the steps of permanent checkpoints.
     """
 
@@ -50,14 +50,14 @@ class Members:
         self.runs = {index: run._replace(state=None) for index, run in enumerate(runs)}
         self.errors: dict[int, UserError] = {}
         self.history = frozenset(history_steps(self.config.steps, self.config.checkpoint.history))
-        # A GPT on text alone writes samples.
+        # Only a GPT that trains on text writes samples.
         is_text = isinstance(self.program.model, GPT) and named.parse(self.config.data.name) is None
         self._sampled = self.config.sample.length if is_text else 0  # tokens
 
     # ------------------------------------------------------------------------------------------------ before the loop
 
     def begin(self, step: int) -> None:
-        """Measure the peak speed, and save the state before the first step where it is part of the history."""
+        """Measure the peak speed, and save the initial state if it is part of the history."""
         self._measure_flops()
         if not step and 0 in self.history:
             self.save(step, [index for index, run in self.runs.items() if 0 not in run.checkpoints.steps()])
@@ -67,13 +67,13 @@ class Members:
         return self.population.stack([run.text.train for run in self.runs.values()])
 
     def profiler(self, start: int) -> Profiler:
-        """Of the first run, in the first process."""
+        """A profiler that writes in the first process, to the first run's folder."""
         run = self.runs[0]
         steps = self.config.profiled() if run.log else None
         return Profiler(steps, start, run.plan.workdir.path / "profile", self.reporter.print)
 
     def _measure_flops(self) -> None:
-        """FLOPs per token and peak FLOP/s per device, for the model FLOPs utilization (MFU)."""
+        """Measure FLOPs per token and peak FLOP/s per device, for the model FLOPs utilization (MFU)."""
         config, devices = self.config, self.program.parallel.mesh.devices.size
         # The virtual devices of a CPU share its cores.
         self._devices = jax.process_count() if jax.default_backend() == "cpu" else devices
@@ -103,7 +103,7 @@ class Members:
     # ------------------------------------------------------------------------------------------------- metrics
 
     def record(self, step: int, metrics: dict[str, np.ndarray], timer: Timer) -> None:
-        """Check the metrics of a step, each `[n]`, and record them where they are due."""
+        """Check the metrics of a step, each `[n]`, and record them if the step is logged."""
         rows = {index: {name: float(x[index]) for name, x in metrics.items()} for index in self.runs}
         for index, row in rows.items():
             if found := metrics_lib.nonfinite(row):
@@ -112,14 +112,14 @@ class Members:
             self._log(step, {index: rows[index] for index in self.runs}, timer)
 
     def _react(self, index: int, found: str, step: int, row: dict) -> None:
-        """End a run with metrics that are not finite, or report the step that its optimizer skips."""
+        """End a run whose metrics are not finite, or report that its optimizer skipped the step."""
         if self.config.on_nonfinite == "skip" and math.isfinite(row["param_norm"]):
             self._print(index, f"step {step} is skipped: {found} ({row['skipped']:.0f} skipped in total)")
         else:
             self._diverge(index, found, step)
 
     def _log(self, step: int, rows: dict[int, dict], timer: Timer) -> None:
-        tokens_per_second, rate = self._tokens(1) / timer.pace, self.program.learning_rate  # of one run
+        tokens_per_second, rate = self._tokens(1) / timer.pace, self.program.learning_rate  # per run
         of_all = self.population.n * tokens_per_second
         peaks = metrics_lib.memory_peaks(jax.local_devices())
         for index, row in rows.items():
@@ -147,13 +147,13 @@ class Members:
     # ------------------------------------------------------------------------------------------------- evaluation
 
     def evaluation_pending(self, start: int) -> bool:
-        """Whether a run was stopped before the step that it resumes from could be evaluated."""
+        """Whether the step from which a run resumes was saved but not yet evaluated."""
         logs = [run.log for run in self.runs.values() if run.log]
         pending = start and self._evaluates_at(start) and any(log.validation(start) is None for log in logs)
         return bool(parallel_lib.from_first_process(bool(pending)))
 
     def evaluate(self, step: int, stop: Callable[[], bool]) -> bool:
-        """Evaluate the state on the validation text; returns False when `stop()` ends it."""
+        """Evaluate the state on the validation text; return False if `stop()` ended the evaluation."""
         text, params = next(iter(self.runs.values())).text, self.population.states(self.state).evaluated
         with self._on_phase("evaluation"):
             found = self.program.evaluate(params, text.validation, stop, self.population)
@@ -170,7 +170,7 @@ class Members:
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     def save(self, step: int, indices: Iterable[int]) -> None:
-        """Begin to save the states of some runs."""
+        """Start saving the states of some runs."""
         for index in indices:
             run = self.runs[index]
             state = self.program.parallel.over_processes(self.population.of_run(self.state, index))
@@ -179,7 +179,7 @@ class Members:
                 run.checkpoints.save(state, permanent=step in self.history, log=log)
 
     def save_and_stop(self, step: int) -> None:
-        """Save all runs at a signal, and print where, once they are saved."""
+        """Save all runs after a signal, and print where once they are saved."""
         self.reporter.close()
         self.reporter.print(f"stopping: saving step {step}; a second signal ends the process without it")
         self.save(step, self.runs)
@@ -193,7 +193,7 @@ class Members:
     # ------------------------------------------------------------------------------------------------- samples
 
     def sample(self, step: int) -> None:
-        """Print a text of each run, and record it."""
+        """Print and record a sample of each run."""
         for index in self.runs if self._sampled else ():
             self._sample(index, step)
 
@@ -209,7 +209,7 @@ class Members:
         with self._on_phase("sampling"):
             try:
                 text = tokenizer.decode([tokens[0] for tokens in generated])
-            except Exception as error:  # e.g. no memory is left: the run's record matters more
+            except Exception as error:  # e.g. out of memory: a missing sample must not end the run
                 why = str(error).split("\n")[0] or type(error).__name__
                 self._print(index, f"no sample at step {step} ({why}); the run continues")
                 return
@@ -219,7 +219,7 @@ class Members:
     # ------------------------------------------------------------------------------------------------- ends
 
     def end_exhausted(self, step: int) -> None:
-        """Save and finish the runs whose recorded evaluations up to a step end them before the last step."""
+        """Save and finish the runs that are out of patience before the last step."""
         config = self.config
         if not config.eval.patience or not self._evaluates_at(step) or step == config.steps:
             return
@@ -248,13 +248,13 @@ class Members:
             result = {name: scores[name] for name in ("loss", "accuracy") if name in scores}
             digest = sha256(self._unstacked(jax.device_get(params)))
             run.log.write(step=step, split="final", **result, params_sha256=digest)
-            *_, peak = metrics_lib.memory_peaks(jax.local_devices()).values()  # the device's, where it tells
+            *_, peak = metrics_lib.memory_peaks(jax.local_devices()).values()  # the device's, where it is known
             shown = metrics_lib.format_scores("validation", scores)
             self._print(index, f"done: {shown}, peak memory {peak / 1e9:.2f} GB")
             self._tell_of_use(run)
 
     def _diverge(self, index: int, found: str, step: int) -> None:
-        """End a run at metrics that are not finite: nothing of it is saved any more."""
+        """End a run because its metrics are not finite; nothing more of it is saved."""
         run = self.runs[index]
         if run.log:
             run.log.write(step=step, split="diverged", loss=None)
@@ -268,31 +268,31 @@ class Members:
         self._end(index)
 
     def _end(self, index: int) -> None:
-        """A run takes no more steps."""
+        """Remove a run, so that it takes no more steps."""
         del self.runs[index]
         self.state = self.population.end(self.state, index)
 
     def _print(self, index: int, text: str) -> None:
-        """Print a line of a run, with its name where they are several."""
+        """Print a line about a run, with its name if there are several runs."""
         name = f"{self.runs[index].plan.workdir.path.name}: " if self.population.n > 1 else ""
         self.reporter.print(f"{name}{text}")
 
     def _tell_of_use(self, run: OpenRun) -> None:
-        """The next command, or call where a command cannot make the model."""
+        """Print the next command, or a Python call if no command can create the model."""
         plan, files = run.plan, {}
         for name, path in custom.code(plan.config.model).items():
             copied = plan.metadata.get("code", {}).get(name, {}).get("file")
             files[f" --import={copied or path}"] = name
         if plan.overrides.model is not None:
             self.reporter.print(f'load it in Python with: attnlab.load("{plan.workdir}", model=…)')
-        elif any("<" in name for name in files.values()):  # a lambda, or a function within another
+        elif any("<" in name for name in files.values()):  # a lambda or a nested function
             self.reporter.print(f'load it in this process with: attnlab.load("{plan.workdir}")')
         elif self._sampled:
             options = f"--workdir={plan.workdir}{''.join(files)}"
             self.reporter.print(f"generate text with: {typed('sample')} {options}")
 
     def _unstacked(self, params):
-        """The parameters with their layers one by one; unchanged for a user's model, whatever their names."""
+        """Unstack the layers of the parameters; leave a user's model unchanged, whatever its names."""
         return unstack_layers(params) if self.program.scan else params
 
     def _tokens(self, steps: int) -> int:

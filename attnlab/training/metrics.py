@@ -25,15 +25,15 @@ class MetricsLog:
 
     Args:
       path: the file; created with the first record.
-      offset: the value of `offset()` when the checkpoint was saved from which the run resumes; None for a new run.
-        Later records are removed, as they will be written again, except a "final" record of `last_step`, from which a
-        run is extended.
+      offset: the value of `offset()` at the save of the checkpoint from which the run resumes; None for a new run.
+        Later records are removed because they will be written again. A "final" record of `last_step` stays, because
+        the run is extended from it.
       last_step: the step at that offset.
-      trackers: get each record when it is written.
+      trackers: receive each record when it is written.
 
     Attributes:
       records: all records, including the records of earlier starts.
-      lost: whether the file had records at the offset, and is missing.
+      lost: whether the file is missing although it had records at the offset.
 
     Raises:
       UserError: the part up to the offset has changed.
@@ -152,7 +152,7 @@ def stalled(records: list[dict], patience: int) -> bool:
 
 
 def finished(path: Path, steps: int, patience: int) -> int | None:
-    """The last step of a run that has ended, by its steps or by `config.eval.patience`; None if it has not."""
+    """The last step of a run that has ended, at `steps` or by `config.eval.patience`; None if it has not ended."""
     records = read(path)
     finals = [record["step"] for record in records if record["split"] == "final"]
     if steps in finals:
@@ -161,7 +161,7 @@ def finished(path: Path, steps: int, patience: int) -> int | None:
 
 
 def format_scores(split: str, scores: dict) -> str:
-    """Format a loss, with its bits per character and byte, or its accuracy, if there are any."""
+    """Format a loss, with bits per character and byte or an accuracy where available."""
     if scores["loss"] is None:
         return f"{split} loss not finite"
     bits = ""
@@ -177,11 +177,11 @@ def nonfinite(metrics: dict) -> str:
 
 
 def memory_peaks(devices: Iterable[jax.Device]) -> dict[str, int]:
-    """Bytes at their peak, since this process began.
+    """Peak memory in bytes since this process began.
 
     Returns:
-      "host_peak_memory_bytes", the resident memory of the process; "device_peak_memory_bytes", of the device that took
-      most, where the backend tells: CPUs do not.
+      "host_peak_memory_bytes", the resident memory of the process; "device_peak_memory_bytes", the largest peak of a
+      device, where the backend reports it (CPUs do not).
     """
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, else KiB
     found = {"host_peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
@@ -190,7 +190,7 @@ def memory_peaks(devices: Iterable[jax.Device]) -> dict[str, int]:
 
 
 def memory_stats(device: jax.Device) -> dict[str, int]:
-    """The bytes that a device tells of its memory; {} where its backend tells nothing, as CPUs."""
+    """A device's memory statistics in bytes; {} if its backend reports none, as on CPUs."""
     with contextlib.suppress(NotImplementedError, jax.errors.JaxRuntimeError):
         return device.memory_stats() or {}
     return {}
@@ -205,7 +205,7 @@ class ProgressReporter(Progress):
         self.expect(steps, start)
 
     def say(self, text: str) -> None:
-        """Say what begins now, before there is a bar."""
+        """Show what begins now, before there is a bar."""
         if not self._console.quiet:
             status.show(text)
 

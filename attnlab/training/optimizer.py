@@ -40,9 +40,9 @@ def learning_rate(config: Optimizer, steps: int, extensions: Sequence[dict] = ()
 
     Args:
       config: `config.optimizer`.
-      steps: updates in the run; any number from 1.
+      steps: updates in the run, at least 1.
       extensions: earlier numbers of steps, oldest first: `{"at_step": 40, "from_steps": 40, "to_steps": 60}`.
-      peak: in place of the config's, perhaps traced.
+      peak: replaces the config's peak; may be traced.
 
     >>> rate = learning_rate(Optimizer(), 2000)
     >>> float(rate(100)).__round__(6), float(rate(2000)).__round__(6)
@@ -59,7 +59,7 @@ def _times(peak, shape: optax.Schedule) -> optax.Schedule:
 
 
 def _shape(config: Optimizer, steps: int, extensions: Sequence[dict]) -> optax.Schedule:
-    """The learning rate over its peak."""
+    """The learning rate divided by its peak."""
     shape = _scheduled(config, steps)
     for extension in reversed(extensions):
         shape = _switched(_scheduled(config, extension["from_steps"]), shape, extension["at_step"])
@@ -98,16 +98,16 @@ def make(
     take `b1`; "adamw" (Loshchilov and Hutter 2019), "lion" (Chen et al. 2023) and the AdamW of "muon" also take `b2`,
     see `decay_rate`. "sgd" is the gradient with momentum `b1`, summed and not averaged (Sutskever et al. 2013). "muon"
     (Jordan et al. 2024) moves each matrix of a layer by its orthogonalized momentum, √max(1, outputs/inputs) times
-    `muon_learning_rate`, which follows the same schedule; all else is left to AdamW: see `attnlab.nn.matrices`.
+    `muon_learning_rate`, which follows the same schedule. AdamW updates all else: see `attnlab.nn.matrices`.
 
     Args:
       config: `config.optimizer`.
       steps: updates in the run.
-      tokens_per_update: tokens in the batch of an update; used by `config.b2_halflife` alone.
+      tokens_per_update: tokens in the batch of an update; used only by `config.b2_halflife`.
       extensions: see `learning_rate`.
       skip_nonfinite: see `skipping_nonfinite`.
-      at: learning rates in place of the config's, perhaps traced.
-      matrices: of the model, as `attnlab.nn.matrices.matrices_of` finds them; used by "muon" alone.
+      at: peak learning rates that replace the config's; may be traced.
+      matrices: the model's matrices, from `attnlab.nn.matrices.matrices_of`; used only by "muon".
 
     Raises:
       UserError: "muon" without matrices.
@@ -189,7 +189,7 @@ def _dimensions(matrix: Matrix) -> MuonDimensionNumbers:
 
 
 def _on_parts(transform: optax.GradientTransformation, matrices) -> optax.GradientTransformation:
-    """The transformation of each of the matrices that are fused in a parameter."""
+    """Apply a transformation separately to each of the matrices that are fused in a parameter."""
 
     def parts(path, x):
         fused = _matrix(matrices, path).fused
@@ -205,13 +205,13 @@ def _on_parts(transform: optax.GradientTransformation, matrices) -> optax.Gradie
 
 
 def _scaled_by_shape(x, axes: MuonDimensionNumbers):
-    """An update times √max(1, outputs/inputs), so that entries have about one size (Jordan et al. 2024)."""
+    """An update times √max(1, outputs/inputs), so that all entries have about the same size (Jordan et al. 2024)."""
     inputs, outputs = (np.prod([x.shape[axis] for axis in group]) for group in axes)
     return x * max(1.0, outputs / inputs) ** 0.5
 
 
 def skipping_nonfinite(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer, except that a non-finite gradient changes nothing; `total_notfinite` in its state counts them."""
+    """Wrap an optimizer so that a non-finite gradient changes nothing; `total_notfinite` in its state counts these."""
     return optax.apply_if_finite(optimizer, max_consecutive_errors=2**31 - 2)
 
 
@@ -227,8 +227,8 @@ def averaged(average, params, updates: jax.Array, decay: float):
     decay^(n−i) · (1 − decay)/(1 − decay^n), and the parameters before the first update have none.
 
     Args:
-      average: the average over the previous updates; any for the first.
-      params: after this update.
+      average: the average over the previous updates; any value for the first.
+      params: the parameters after this update.
       updates: n, counted from 1, an int32 scalar.
       decay: between 0 and 1.
 

@@ -20,20 +20,20 @@ _PRECISIONS = ("float32", "bfloat16")
 
 
 class Overrides(NamedTuple):
-    """Arguments of `train` in place of a config's values; None for the config's alone."""
+    """Arguments of `train` that replace values of the config; None keeps the config's."""
 
     model: nn.Module | None = None
     optimizer: optax.GradientTransformation | None = None
 
     def metadata(self) -> dict:
-        """The entry "user_defined" of `config.json`, values in words; {} where nothing is passed."""
+        """The entry "user_defined" of `config.json`, with values in words; {} if nothing is passed."""
         if self.model is self.optimizer is None:
             return {}
         model = None if self.model is None else _shown(self.model)
         return {"user_defined": {"model": model, "optimizer": self.optimizer is not None and "a user's"}}
 
     def code(self, config: RunConfig) -> dict[str, versions.Code]:
-        """The code of the user that a run computes with: "model" and "optimizer", of those that have any."""
+        """The user code that a run computes with, as "model" and "optimizer"; each is absent if it has none."""
         found, packed = {}, config.data.packing == "documents"
         model = config.model if self.model is None else self.model
         if self.model is not None or custom.code(config.model):
@@ -45,7 +45,7 @@ class Overrides(NamedTuple):
         return found
 
     def check_continues(self, saved: Mapping, config: RunConfig, workdir) -> None:
-        """Raise UserError unless the run in a workdir, with the `config.json` of `saved`, has the same code."""
+        """Raise UserError unless the run in a workdir, whose `config.json` is `saved`, has the same code."""
         self._check(saved, config, workdir, self._fields)
 
     def check_reads(self, saved: Mapping, config: RunConfig, workdir) -> None:
@@ -54,7 +54,7 @@ class Overrides(NamedTuple):
 
     def _check(self, saved: Mapping, config: RunConfig, workdir, names: tuple[str, ...]) -> None:
         was, now = (each.get("user_defined", {}) for each in (saved, self.metadata()))
-        if was.get("mask") or was.get("score_mod"):  # in format 1, in words alone
+        if was.get("mask") or was.get("score_mod"):  # format 1 has them only in words
             raise UserError(f"{workdir} was begun by an older attnlab, which did not save its mask: train it again")
         for name in names:
             before, value = (each.get(name) or None for each in (was, now))
@@ -76,14 +76,14 @@ class Overrides(NamedTuple):
                 )
 
     def precision(self, configured: str) -> str:
-        """The precision that the user's model computes in; UserError where a config names another."""
+        """The precision in which the user's model computes; UserError if the config names another."""
         name = type(self.model).__name__
         if (dtype := getattr(self.model, "dtype", None)) is None:
             try:
                 shapes = jax.eval_shape(self.model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
-            except TypeError:  # `TrainProgram` tells how the model is called
+            except TypeError:  # `TrainProgram` explains how the model is called
                 return "float32"
-            # Where a module has no `dtype`, Flax computes in the type of its parameters.
+            # If a module has no `dtype`, Flax computes in the type of its parameters.
             dtype = jnp.result_type(*jax.tree.leaves(shapes))
         found = jnp.dtype(dtype).name
         if found not in _PRECISIONS:
@@ -97,16 +97,16 @@ NOTHING = Overrides()
 
 
 def version(config: RunConfig) -> str:
-    """Six hex digits of what the config's custom layers compute; "" without such."""
+    """Six hex digits that identify what the config's custom layers compute; "" without custom layers."""
     code = NOTHING.code(config)
     return code["model"].trace()[:6] if code else ""
 
 
 def with_parts(config: RunConfig, *, layers=None, mask: Mask | None = None, score_mod=None) -> RunConfig:
-    """The config with other layers, see `RunConfig.changed`, and with a mask and score mods in all of them.
+    """The config with other layers (see `RunConfig.changed`), and with a mask and score mods in all of them.
 
     Raises:
-      UserError: a layer that has no such part, or another one.
+      UserError: a layer without such a field, or with another value in it.
     """
     config = config if layers is None else config.changed({"model.layers": layers})
     for name, value in (("mask", mask), ("score_mod", score_mod)):

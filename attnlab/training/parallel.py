@@ -73,13 +73,13 @@ class Parallel(NamedTuple):
             return jax.tree_util.tree_map_with_path(place, state)
 
     def create_state(self, create: Callable, *arguments):
-        """`create(*arguments)`, placed on the devices; no device ever holds more than its share."""
+        """Place `create(*arguments)` on the devices; no device ever holds more than its share."""
         if not self.splits_state:  # first on one device: if several run out of memory at once, they deadlock
             return jax.device_put(create(*arguments), self.replicated)
         return jax.jit(create, out_shardings=self.shardings(jax.eval_shape(create, *arguments)))(*arguments)
 
     def replicate(self, tree):
-        """Values that are equal in all processes, on every device; no process waits for another."""
+        """Place values that are equal in all processes on every device; no process waits for another."""
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.replicated, np.asarray(x)), tree)
 
     def over_processes(self, state):
@@ -94,14 +94,14 @@ class Parallel(NamedTuple):
         return jax.tree.map(span, state)
 
     def on_every_device(self, tree):
-        """A sharded tree, replicated. Every process must call it."""
+        """Replicate a sharded tree. Every process must call this."""
         if not self.splits_state:
             return tree
         return jax.jit(lambda tree: tree, out_shardings=self.replicated)(tree)
 
     @property
     def batch_share(self) -> tuple[int, int]:
-        """(The share of a global batch that this process reads, number of equal shares)."""
+        """(Index of the share of a global batch that this process reads, number of equal shares)."""
         if self.strategy == "pmap":
             return jax.process_index(), jax.process_count()
         devices = self.mesh.devices.reshape(math.prod(self.mesh.shape[name] for name in BATCH), -1)
@@ -118,7 +118,7 @@ class Parallel(NamedTuple):
         return shares.index(tuple(sorted(of_process[jax.process_index()]))), len(shares)
 
     def place_batch(self, batch: Batch, axis: int = 0) -> Batch:
-        """Split this process' sequences of a global batch, which are along an axis, over its devices."""
+        """Split this process' sequences of a global batch, which lie along `axis`, over its devices."""
         if self.strategy == "pmap":
 
             def split(x):
@@ -135,9 +135,9 @@ class Parallel(NamedTuple):
     def abstract_batch(
         self, batch_size: int, context: int, segments: bool = False, answers: int = 0, outer: tuple[int, ...] = ()
     ) -> Batch:
-        """Shapes, types and shardings of a batch as `place_batch` returns it, of a task with so many answers.
+        """Shapes, types and shardings of a batch as `place_batch` returns it; `answers` per sequence, 0 for a text.
 
-        `outer` are the sizes of axes before the sequences.
+        `outer` are the sizes of the axes before the sequences.
         """
         leading, sharding = (*outer, batch_size), self._of_batch(len(outer))
         if self.strategy == "pmap":
@@ -158,7 +158,7 @@ class Parallel(NamedTuple):
         return jax.transfer_guard("disallow") if self.strategy == "mesh" else contextlib.nullcontext()
 
     def compile_train(self, steps: Callable, shardings, fuses_sums: bool = False) -> Callable:
-        """Compile `steps(state, batches, fixed, count, axis_name=…)` → (state, metrics); the old state is donated.
+        """Compile `steps(state, batches, per_run, count, axis_name=…)` → (state, metrics); the old state is donated.
 
         `fuses_sums` is for `compilation.compiler_options`; `pmap` has no such options, and follows XLA's flags.
         """
@@ -182,7 +182,7 @@ class Parallel(NamedTuple):
 
             options["compiler_options"] = compilation.compiler_options(platform, fuses_sums=fuses_sums)
             return jax.jit(prepared(with_rules), out_shardings=out_shardings, **options)
-        # The state is not mapped: its shapes are the same on one device, on disk, and with the mesh strategy.
+        # The state is not mapped, so its shapes are the same on one device, on disk, and with the mesh strategy.
         step, devices = functools.partial(step, axis_name=DATA), self.mesh.devices.ravel().tolist()
         return jax.pmap(prepared(step), DATA, in_axes=in_axes, out_axes=None, devices=devices, **options)
 
@@ -195,7 +195,7 @@ def make(
     context: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Parallel:
-    """Choose the devices of a run, of `jax.devices()` when None; `data` = −1 takes all available devices."""
+    """Choose the devices of a run, from `jax.devices()` if None; `data` = −1 takes all available devices."""
     try:
         devices = jax.devices() if devices is None else list(devices)
     except RuntimeError as error:  # JAX_PLATFORMS names a missing platform
@@ -218,7 +218,7 @@ def make(
             f"config.parallel.mesh.data = {given}, but there are {available} devices: use −1 for all"
             + (" (pmap always takes all)" if strategy == "pmap" else f", or 1 to {available // split}")
         )
-    # Neighbours of the mesh are neighbours of a TPU's torus where that is possible; an axis of the torus may be shared.
+    # Neighbours in the mesh are neighbours in a TPU's torus where possible; an axis of the torus may be shared.
     sizes = (data, fsdp, context, tensor)
     placed = mesh_utils.create_device_mesh(sizes, devices[:count], allow_split_physical_axes=True)
     mesh = jax.sharding.Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -233,12 +233,12 @@ def from_config(config: RunConfig, devices: Sequence[jax.Device] | None = None) 
 
 
 def from_first_process(number: int) -> int:
-    """Broadcast the first process' number to all processes. Every process must call it."""
+    """Broadcast the first process' number to all processes. Every process must call this."""
     return int(multihost_utils.broadcast_one_to_all(np.int32(number))) if jax.process_count() > 1 else int(number)
 
 
 def check_shares(config: RunConfig, devices: int) -> None:
-    """Raise UserError for a size that cannot be split evenly; so many `devices` split the batch."""
+    """Raise UserError for a size that cannot be split evenly; `devices` is the number that split the batch."""
     mesh, accumulation, model = config.parallel.mesh, config.optimizer.accumulation, config.model
     key_heads = [(f"model.{x.kind}.kv_heads", x.kv_heads or 0) for x in model.used if isinstance(x, AttentionConfig)]
     parts = f"devices × accumulation = {devices} × {accumulation} ="

@@ -1,4 +1,4 @@
-"""Runs that are trained as one program: what one run and several do otherwise."""
+"""Runs that are trained as one program, and how several runs differ from one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ from attnlab.training.state import TrainState
 
 
 class Population(NamedTuple):
-    """n runs that start from the same step, and differ in seed and learning rates alone.
+    """n runs that start from the same step and differ only in seed and learning rates.
 
-    One run is as it is. Several have an axis of runs in front of their state, batches, and metrics. Their state is
-    (states, bool `[n]`): a run keeps its state from the step on that would make its parameters not finite, or from its
-    end, while the others go on.
+    A single run has no axis of runs. With several, state, batches and metrics have a leading axis of runs. Their state
+    is (states, bool `[n]`): once a step would make a run's parameters non-finite, or once the run has ended, its state
+    no longer changes while the others continue.
 
     >>> Population().join([3]), Population(2).join([jnp.ones(4), jnp.zeros(4)])[0].shape
     (3, (2, 4))
@@ -25,7 +25,7 @@ class Population(NamedTuple):
     n: int = 1
 
     def join(self, states: Sequence[Any]) -> Any:
-        """The state of the population; it takes the place of the states of several runs."""
+        """Return the state of the population; with several runs, delete the states in `states`."""
         if self.n == 1:
             return states[0]
         joined = _joined(states)
@@ -38,7 +38,7 @@ class Population(NamedTuple):
         return state if self.n == 1 else _row(state[0], index)
 
     def states(self, state) -> TrainState:
-        """The states of the runs, with the axis of several."""
+        """The states of the runs, with the axis of runs if there are several."""
         return state if self.n == 1 else state[0]
 
     def end(self, state, index: int):
@@ -46,11 +46,11 @@ class Population(NamedTuple):
         return state if self.n == 1 else (state[0], state[1].at[index].set(False))
 
     def stack(self, batches: Sequence[Batches]) -> Batches:
-        """Batches by step, of the batches of each run."""
+        """Batches of the population by step, from the batches of each run."""
         return batches[0] if self.n == 1 else Stacked(batches)
 
     def values(self, of_runs: Sequence[Any]) -> Any:
-        """Trees of numbers of each run as one tree."""
+        """Combine each run's tree of numbers into one tree."""
         return of_runs[0] if self.n == 1 else jax.tree.map(lambda *x: np.stack(x), *of_runs)
 
     def rows(self, metrics) -> dict[str, np.ndarray]:
@@ -62,13 +62,13 @@ class Population(NamedTuple):
         return step if self.n == 1 else _of_all(step)
 
     def shapes(self, tree, sharding):
-        """The shapes of a run's tree of `jax.ShapeDtypeStruct`, with the axis of several, which have one sharding."""
+        """A run's tree of `jax.ShapeDtypeStruct` with the axis of several runs; every leaf gets `sharding`."""
         outer = () if self.n == 1 else (self.n,)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*outer, *x.shape), x.dtype, sharding=sharding), tree)
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The sizes of the axes that runs have in front: () or (n,)."""
+        """Sizes of the leading axes of runs: () or (n,)."""
         return () if self.n == 1 else (self.n,)
 
 
@@ -83,7 +83,7 @@ def _row(states, index):
 
 
 def _of_all(step: Callable) -> Callable:
-    """A step of several runs, each of which ends where its parameters would not be finite."""
+    """A step of several runs; a run ends if its parameters would become non-finite."""
 
     def step_all(state, batches, per_run):
         before, alive = state

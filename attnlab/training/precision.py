@@ -1,6 +1,6 @@
 """The precision of a run: `config.precision`, where "auto" is the faster type on the hardware.
 
-"tf32" has the types of "float32". Its products alone differ: NVIDIA's GPUs since Ampere round their operands to TF32,
+"tf32" has the types of "float32". Only its products differ: NVIDIA GPUs since Ampere round their operands to TF32, with
 10 bits of mantissa.
 """
 
@@ -20,7 +20,7 @@ _CPU_FLAGS = {"avx512_bf16", "amx_bf16"}
 
 
 def products(precision: str) -> contextlib.AbstractContextManager:
-    """The context in which a run multiplies: float32 in full precision, or in TF32."""
+    """Context for a run's matrix products: float32 in full precision, or TF32."""
     return jax.default_matmul_precision(_PRODUCTS[precision]) if precision in _PRODUCTS else contextlib.nullcontext()
 
 
@@ -30,17 +30,17 @@ def described(precision: str) -> str:
 
 
 def resolved(precision: str, device: jax.Device | None = None) -> str:
-    """The precision that "auto" stands for; any other as it is.
+    """Resolve "auto" for a device; return any other precision unchanged.
 
-    It is bfloat16 on devices that multiply it faster than float32: TPUs, NVIDIA's GPUs from compute capability 8.0 on
-    (Ampere), and CPUs with AVX512_BF16 or AMX_BF16.
+    "auto" is bfloat16 on devices that multiply it faster than float32: TPUs, NVIDIA GPUs from compute capability 8.0 on
+    (Ampere), and CPUs with AVX512_BF16 or AMX_BF16. Elsewhere it is float32.
 
     Args:
       precision: "auto", "float32", "tf32" or "bfloat16".
-      device: the first of this process when None.
+      device: None for the first device of this process.
 
     Raises:
-      UserError: "tf32", and the device has none.
+      UserError: "tf32" on a device without it.
     """
     if precision in ("float32", "bfloat16"):
         return precision
@@ -55,7 +55,7 @@ def resolved(precision: str, device: jax.Device | None = None) -> str:
 
 
 def _is_ampere(device: jax.Device) -> bool:
-    """Whether it is a GPU of NVIDIA's Ampere or newer, which multiply both bfloat16 and TF32."""
+    """Whether a device is an NVIDIA GPU, Ampere or newer, which multiplies both bfloat16 and TF32."""
     capability = str(getattr(device, "compute_capability", ""))
     return capability.replace(".", "", 1).isdecimal() and float(capability) >= 8
 
@@ -68,7 +68,7 @@ def _multiplies_bfloat16(device: jax.Device) -> bool:
 
 @functools.cache
 def _cpu_flags() -> set[str]:
-    """The instruction sets of this machine's CPU; empty where the system does not tell."""
+    """The instruction sets of this machine's CPU; empty if the system does not list them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

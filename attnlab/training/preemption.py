@@ -15,14 +15,14 @@ PEER_LOST = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again"
 
 
 def is_peer_lost(error: Exception) -> bool:
-    """Whether another process may have caused an error of this one; JAX raises errors of Gloo as ValueErrors too."""
-    is_own = any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Traceback"))  # the latter of a callback
+    """Whether another process may have caused an error in this one; JAX also raises Gloo errors as ValueErrors."""
+    is_own = any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Traceback"))  # the latter from a callback
     of_runtime = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
     return not is_own and (of_runtime or "Gloo" in str(error))
 
 
 def exit_peer_lost(why: str) -> None:
-    """Exit at once with `PEER_LOST`: another process of the run is lost."""
+    """Exit at once with `PEER_LOST`, because another process of the run is lost."""
     print(f"error: another process is gone ({why}): start all of them again with the same command", file=sys.stderr)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
@@ -31,17 +31,17 @@ def exit_peer_lost(why: str) -> None:
 
 
 class PreemptionHandler:
-    """Turn SIGINT and SIGTERM into a flag, which the loop and evaluation poll; a second signal ends the process.
+    """Turn SIGINT and SIGTERM into a flag that training and evaluation poll; a second signal ends the process.
 
-    Before `handle`, when there is nothing to save, signals end the process at once, also in the middle of XLA's
-    compiling, when Python's handlers would wait.
+    Before `handle` is called there is nothing to save, so signals end the process at once. This works even while XLA
+    compiles, when Python's handlers would wait.
 
     In a distributed run all processes must stop after the same step. JAX's preemption service synchronizes them on
     SIGTERM, so SIGINT is forwarded as SIGTERM. The service is polled only between steps, and ignores a second SIGTERM.
-    If a process is lost the others would wait for it forever, so they exit with `PEER_LOST` after `timeout` seconds
-    without a step, including saves.
+    If a process is lost, the others would wait for it forever, so they exit with `PEER_LOST` after `timeout` seconds
+    without a step; saves count towards this time.
 
-    Where `own_process` is False (in a notebook), signals raise KeyboardInterrupt in place of ending the process.
+    If `own_process` is False (as in a notebook), signals raise KeyboardInterrupt instead of ending the process.
     """
 
     def __init__(self, own_process: bool = False, timeout: int = 300):
@@ -54,7 +54,7 @@ class PreemptionHandler:
         self._exited = threading.Event()
 
     def __enter__(self):
-        # Only the main thread may handle signals; a program that trains in another thread must stop it in another way.
+        # Only the main thread may handle signals; a program that trains in another thread must stop it by other means.
         if threading.current_thread() is threading.main_thread():
             numbers = SIGNALS if self._single_process else (signal.SIGINT,)  # JAX's service handles SIGTERM itself
             self._old_handlers = {number: signal.getsignal(number) for number in numbers}
@@ -70,11 +70,11 @@ class PreemptionHandler:
             signal.signal(number, handler)
 
     def handle(self) -> None:
-        """From now on there is something to save."""
+        """Record signals from now on, because there is something to save."""
         self._set(self._record)
 
     def requested(self) -> bool:
-        """Whether to stop now. Every process must call it at the same points."""
+        """Whether to stop now. Every process must call this at the same points."""
         if self._single_process:
             return self.signal is not None
         self._polls += 1

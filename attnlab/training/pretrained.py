@@ -17,9 +17,9 @@ _SET_HERE = (*states.HOW, "context")  # fields that a new run's config sets
 
 
 def completed(config: RunConfig, workdir: Workdir) -> tuple[RunConfig, tokenizers.Tokenizer | None]:
-    """The config with the model fields of the model in `config.init_from`, and the tokenizer there.
+    """The config with the model fields from `config.init_from`, and the tokenizer in that folder.
 
-    An existing run in `workdir` takes the fields from its `config.json`, as `init_from` may have been deleted since.
+    For an existing run in `workdir` the fields come from its `config.json`, because `init_from` may be gone by now.
     The tokenizer is None for an existing run, or if there is none.
 
     Raises:
@@ -64,7 +64,7 @@ def _is_set_here(name: str) -> bool:
 
 
 def _source(config: RunConfig) -> tuple[RunConfig, tokenizers.Tokenizer | None]:
-    """The config and the tokenizer in `config.init_from`; UserError where a run cannot start from them."""
+    """The config and the tokenizer in `config.init_from`; UserError if a run cannot start from them."""
     source = Path(config.init_from)
     if not source.is_file() and not (source / "config.json").exists():
         raise UserError(

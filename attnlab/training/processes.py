@@ -7,7 +7,7 @@ import jax
 
 from attnlab.support.errors import UserError
 
-# Set by launchers that JAX does not detect itself, as `launch/local.sh` does.
+# Set by launchers that JAX does not detect itself, such as `launch/local.sh`.
 ADDRESS, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 # Set by SLURM and Open MPI: the number of tasks.
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
@@ -17,8 +17,8 @@ def connect(timeout: int) -> None:
     """Connect to the other processes of a distributed run; do nothing in a single process.
 
     The environment variables of srun, mpirun and `launch/local.sh` show a distributed run. The hosts of a TPU slice
-    have none: `launch/tpu_vm.sh` sets ATTNLAB_DISTRIBUTED=1, and JAX queries the TPU's metadata. 0 prevents connecting.
-    All processes must connect within `timeout` seconds.
+    have none, so `launch/tpu_vm.sh` sets ATTNLAB_DISTRIBUTED=1, and JAX queries the TPU's metadata. The value 0
+    prevents connecting. All processes must connect within `timeout` seconds.
     """
     distributed = os.environ.get("ATTNLAB_DISTRIBUTED", "")
     if distributed not in ("", "0", "1"):

@@ -1,4 +1,4 @@
-"""The time of steps, and a trace of some by `jax.profiler`, as `config.log.profile` asks for it."""
+"""Step times, and a trace by `jax.profiler` of the steps that `config.log.profile` names."""
 
 import contextlib
 import time
@@ -9,15 +9,15 @@ import jax
 
 
 class Profiler:
-    """Traces steps `first` to `last` of a run.
+    """Trace steps `first` to `last` of a run.
 
-    A start in the middle of them traces the rest, but for its first step, which compiles. If the run stops before
-    `last`, the trace is of the steps so far.
+    A run that starts in the middle of them traces the rest, except its first step, which compiles. If the run stops
+    before `last`, the trace has the steps so far.
 
     Args:
       steps: `first` and `last`; None for no trace.
       start: the step from which the run starts.
-      folder: gets plugins/profile/TIME/*, where TensorBoard looks for it.
+      folder: receives plugins/profile/TIME/*, where TensorBoard looks for traces.
       report: called with a line for the user.
     """
 
@@ -35,13 +35,13 @@ class Profiler:
         self._write()
 
     def step(self, number: int) -> contextlib.AbstractContextManager:
-        """Context of a step; before the first one the trace begins."""
+        """Context for a step; begins the trace before the first traced step."""
         if number == self._first <= self._last:
             self._tracing = self._attempt(jax.profiler.start_trace, self._folder)
         return jax.profiler.StepTraceAnnotation("train", step_num=number) if self._tracing else contextlib.nullcontext()
 
     def written(self, number: int, result) -> float:
-        """Write the trace after its last step, when `result` is computed; returns the seconds that writing took."""
+        """Write the trace after its last step, once `result` is computed; returns the seconds that writing took."""
         if not self._tracing or number != self._last:
             return 0.0
         jax.block_until_ready(result)
@@ -56,17 +56,17 @@ class Profiler:
                 self._report(f"config.log.profile: the trace is in {self._folder}")
 
     def _attempt(self, function: Callable, *args) -> bool:
-        """Whether a call succeeds: the run goes on without its trace, as where the disk is full."""
+        """Whether a call succeeds; if it fails, as with a full disk, the run continues without a trace."""
         try:
             function(*args)
-        except (OSError, RuntimeError) as error:  # RuntimeError: another trace is being made, or XLA cannot write
+        except (OSError, RuntimeError) as error:  # RuntimeError: another trace is running, or XLA cannot write
             self._report(f"config.log.profile: no trace ({str(error).splitlines()[0]})")
             return False
         return True
 
 
 class Timer:
-    """Seconds a step from the last `restart` to the last `stop`, 0 before one, and the share that waited for data."""
+    """Seconds per step from the last `restart` to the last `stop`, 0 before any; the share that waited for data."""
 
     def __init__(self, step: int):
         self.pace = self.waited_share = 0.0

@@ -38,9 +38,9 @@ _PROGRAMS: contextvars.ContextVar[dict | None] = contextvars.ContextVar("program
 
 @contextlib.contextmanager
 def shared_programs(programs: dict | None = None) -> Iterator[None]:
-    """Context, or decorator, in which runs with the same programs trace and compile them once.
+    """Context or decorator in which runs with the same programs trace and compile them once.
 
-    Within another such context it is that one's; `programs` holds them, for several contexts.
+    A nested context shares the programs of the outer one; `programs` is for sharing them between several contexts.
     """
     found = _PROGRAMS.get() if programs is None else programs
     token = _PROGRAMS.set({} if found is None else found)
@@ -51,14 +51,14 @@ def shared_programs(programs: dict | None = None) -> Iterator[None]:
 
 
 class TrainProgram:
-    """Everything that a run computes with, by a `RunPlan`'s config. Nothing is compiled before it is called.
+    """Everything that a run computes with, from a `RunPlan`'s config. Nothing is compiled before it is called.
 
     `model` and `optimizer` are as in `attnlab.train.train`; `extensions` as in `optimizer.learning_rate`.
 
     Attributes:
       config: the argument.
       scan: whether the layers of the state are stacked.
-      learning_rate: (its peak, updates done) → the rate; None for a user's optimizer.
+      learning_rate: (peak, updates done) → rate; None for a user's optimizer.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TrainProgram:
             _check_model(model, vocab_size, config.data.packing)
             self.model = model.over_tokens(vocab_size) if isinstance(model, GPT) else model
         self._over_tokens = self.model if isinstance(self.model, GPT) else _OverTokens(self.model, vocab_size)
-        # Only in programs without user code, whose gradients tests/test_gradients.py has compared with float64.
+        # Only in programs without user code: tests/test_gradients.py compares their gradients with float64.
         is_builtin = model is None and optimizer is None
         self._fuses_sums = is_builtin and all(map(_gains_by_fused_sums, self.model.config.used))
         # A user's optimizer may select parameters by layer.
@@ -106,7 +106,7 @@ class TrainProgram:
         else:
             self.optimizer = optimizers.skipping_nonfinite(optimizer) if skip else optimizer
             self._optimizer_at = lambda at: self.optimizer
-        self._first = self  # whose programs these are
+        self._first = self  # the instance that holds the programs
         if (programs := _PROGRAMS.get()) is not None:
             own = map(_hashable, (model, optimizer))
             config = _without_arguments(config), overrides.version(config)
@@ -121,30 +121,30 @@ class TrainProgram:
         return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
 
     def check_backend(self) -> None:
-        """Raise UserError where the backend that `config.model.impl` names cannot run on the devices.
+        """Raise UserError if the backend in `config.model.impl` cannot run on the devices.
 
-        The training steps do it when they are made; a run does it before it writes a file.
+        The training steps check this when they are created; a run checks it before it writes a file.
         """
         if isinstance(self.model, GPT):
             _check_backend(self.model.config, self.parallel.mesh.devices.flat[0].platform)
 
     @property
     def parameters(self) -> int:
-        """How many parameters the model has."""
+        """The number of parameters of the model."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state.params))
 
     @functools.cached_property
     def steps_per_call(self) -> int:
-        """The most updates of one call of the devices."""
+        """Maximum number of updates in one call of the devices."""
         return states.steps_per_call(self.config, self.parallel.mesh.devices.flat[0].platform, self.parameters)
 
     def train_steps(
         self, state, batches: Sequence[Batch], per_run=None, max_steps: int = 1, population: Population = ONE
     ) -> tuple:
-        """(The state after a step on each of some batches, metrics float32 `[max_steps]`, set for each).
+        """Take a step on each batch; return (state, metrics float32 `[max_steps]`, set for each batch).
 
-        Consumes the state. `max_steps` is the number of batches that the program has room for. Of several runs state,
-        batches and metrics have an axis of runs: see `Population`.
+        Consumes the state. `max_steps` is the number of batches for which the program has room. With several runs,
+        state, batches and metrics have an axis of runs: see `Population`.
         """
         per_run = self.per_run([self.config]) if per_run is None else per_run
 
@@ -156,21 +156,21 @@ class TrainProgram:
         placed = self.parallel.place_batch(jax.tree.map(stacked, *batches), 1 + len(population.axes))
         count = self.parallel.replicate(np.int32(len(batches)))
         self._wait_for("train")
-        steps = self.steps(population)  # which may make constants of the model, as the slopes of ALiBi
+        steps = self.steps(population)  # this may create constants of the model, such as the slopes of ALiBi
         with self.parallel.transfer_guard():
             return steps(state, placed, per_run, count)
 
     def compile_ahead(self, population: Population = ONE) -> None:
-        """Begin to compile the steps of training and evaluation in threads, into JAX's cache on disk.
+        """Start to compile the steps of training and evaluation in threads, into JAX's cache on disk.
 
-        `train_steps` and `evaluate` wait for theirs. Without that cache, and over several processes, which must
-        compile in one order, nothing begins.
+        `train_steps` and `evaluate` wait for their program. Does nothing without that cache, nor with several
+        processes, because they must compile in the same order.
         """
         if not jax.config.jax_compilation_cache_dir or jax.process_count() > 1:
             return
 
         def into_cache(lower):
-            with precision.products(self.config.precision):  # a context of one thread
+            with precision.products(self.config.precision):  # this context is local to a thread
                 lower().compile()
 
         train = functools.partial(self.lower, population, self.steps_per_call)
@@ -184,12 +184,11 @@ class TrainProgram:
             self._ahead.pop(name).exception()  # the call itself raises it
 
     def per_run(self, configs: Sequence[RunConfig]) -> tuple:
-        """Seed and learning rates of each run, on the devices: arguments of a program, which runs that differ in them
-        share."""
+        """Seed and learning rates of each run, on the devices; as arguments, so that runs can share a program."""
         return self.parallel.replicate(Population(len(configs)).values(list(map(_per_run, configs))))
 
     def steps(self, population: Population = ONE) -> Callable:
-        """The compiled training steps of (state, placed batches, `per_run`, their number)."""
+        """The compiled training steps: (state, placed batches, `per_run`, number of batches) → (state, metrics)."""
         return self._first._compiled("train", population, self._compile_steps)
 
     def eval_step(self, population: Population = ONE) -> Callable:
@@ -197,7 +196,7 @@ class TrainProgram:
         return self._first._compiled("eval", population, self._compile_eval)
 
     def _compiled(self, what: str, population: Population, compile_: Callable) -> Callable:
-        """A compiled function, which several runs share whatever their number."""
+        """A compiled function: one for a single run, another for several runs, whatever their number."""
         key = what, population.n == 1
         if key not in self._functions:
             self._functions[key] = compile_(population)
@@ -230,7 +229,7 @@ class TrainProgram:
         return self.parallel.compile_eval(step, self._fuses_sums)
 
     def create_state(self, params=None, seed: int | None = None) -> TrainState:
-        """The state before the first step, on the devices, with `params`, or drawn from a `seed`."""
+        """The state before the first step, on the devices, with `params` or with parameters drawn from `seed`."""
         if params is None:
             return self.parallel.create_state(self._create, jnp.int32(self.config.seed if seed is None else seed))
         like = jax.tree.map(lambda x: x.sharding, self.abstract_state)
@@ -246,8 +245,8 @@ class TrainProgram:
         stop: Callable[[], bool] = lambda: False,
         population: Population = ONE,
     ) -> list[dict[str, float]] | None:
-        """Of each run the mean "loss" over held-out text in nats per token, or over the answers of a task, with the
-        "accuracy"; None when `stop()` returns True before the end."""
+        """For each run: the mean "loss" over held-out text in nats per token, or over the answers of a task together
+        with their "accuracy". None if `stop()` returns True before the end."""
         self._wait_for("eval")
         sums, step = 0, self.eval_step(population)
         for batch in prefetched(batches):
@@ -261,11 +260,11 @@ class TrainProgram:
         self._first._init.clear_cache()
 
     def trace(self) -> jax.stages.Traced:
-        """The training step traced for shapes: `.jaxpr` lists what it computes, and nothing is compiled."""
+        """The training step traced for shapes, without compiling it; `.jaxpr` lists its operations."""
         return self.steps().trace(*self._shapes(ONE, 1))
 
     def lower(self, population: Population = ONE, max_steps: int = 1) -> jax.stages.Lowered:
-        """The training steps lowered from shapes: `.compile()` tells their memory."""
+        """The training steps lowered from shapes; `.compile()` reports their memory."""
         return self.steps(population).lower(*self._shapes(population, max_steps))
 
     def lower_eval(self, population: Population = ONE) -> jax.stages.Lowered:
@@ -282,7 +281,7 @@ class TrainProgram:
         return population.shapes((self.abstract_state, alive), self.parallel.replicated)
 
     def _shapes(self, population: Population, max_steps: int) -> tuple:
-        """The arguments of `steps`."""
+        """Shapes of the arguments of `steps`."""
         per_run = population.shapes(_per_run(self.config), self.parallel.replicated)
         count = jax.ShapeDtypeStruct((), np.int32, sharding=self.parallel.replicated)
         batches = self._abstract_batch((max_steps, *population.axes))
@@ -308,7 +307,7 @@ def _without_arguments(config: RunConfig) -> RunConfig:
 
 
 def _hashable(value):
-    """A value, or its identity where it has no hash, as a mask of arrays; the program keeps it alive."""
+    """A value, or its `id` if it has no hash, such as a mask of arrays; the program keeps the value alive."""
     try:
         hash(value)
     except TypeError:
@@ -319,8 +318,8 @@ def _hashable(value):
 def _gains_by_fused_sums(layer: LayerConfig) -> bool:
     """Whether a layer trains over 3 % faster with fused sums; jaxlib 0.10.2 computes some of them wrongly.
 
-    Without them a step of the quickstart takes 1.05 to 1.12 of its time with attention, 1.03 to 1.18 with `gru`; with
-    recurrences and stick-breaking attention 0.89 to 1.03 (two cores of an Intel Xeon, float32 and bfloat16).
+    Without them a step of the quickstart takes 1.05 to 1.12 times as long with attention and 1.03 to 1.18 with `gru`,
+    but 0.89 to 1.03 with recurrences and stick-breaking attention (two cores of an Intel Xeon, float32 and bfloat16).
     """
     if type(layer) is GRUConfig:
         return True
@@ -336,7 +335,7 @@ def _means(loss: float, count: float, right: float | None = None) -> dict[str, f
 
 
 class _OverTokens(nn.Module):
-    """A user's model, whose logits may be padded, over the tokens of the tokenizer."""
+    """A user's model with its logits, which may be padded, cut to the tokens of the tokenizer."""
 
     model: nn.Module
     vocab_size: int
@@ -362,7 +361,7 @@ def _check_backend(config: ModelConfig, platform: str) -> None:
 
 
 def backend_of(layer: Layer, platform: str, q, k, v, **options) -> Explanation:
-    """The backend of a layer of attention on a platform, for q, k and v; `options` are other arguments."""
+    """The backend of an attention layer on a platform for q, k and v; `options` are other arguments of `explain`."""
     mods = as_tuple(layer.score_mod)
     if isinstance(layer, MultiHeadAttention):
         mods = (*mods, Forget(jnp.zeros(q.shape[:-1]))) if layer.forget_gate else mods

@@ -1,6 +1,6 @@
-"""A run: what is decided before anything is loaded or written, and what is open while it trains.
+"""A run: the plan before anything is loaded or written, and the open resources while it trains.
 
-`resolve` makes a `RunPlan` of a config and a folder; `open_run` loads its text and its state, and takes its files.
+`resolve` makes a `RunPlan` from a config and a folder; `open_run` loads its text and state, and claims its files.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from attnlab.training.state import TrainState
 from attnlab.training.text import Text
 from attnlab.training.workdir import Workdir
 
-NOWHERE = Path("/dev/null/no-run")  # a folder that holds no run, and cannot
+NOWHERE = Path("/dev/null/no-run")  # a folder that cannot hold a run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +39,12 @@ class RunPlan:
     """A run before anything is loaded or written.
 
     Attributes:
-      config: complete and checked, with the precision that "auto" stands for.
+      config: complete and checked, with the precision "auto" resolved.
       workdir: the folder, and the run that an earlier start left there.
       finished: the last step of a run that has ended; None for any other.
-      tokenizer: of the weights in `config.init_from`; None for the text's, or the earlier run's.
+      tokenizer: the tokenizer in `config.init_from`; None for the text's, or the previous run's.
       overrides: the user's model and optimizer.
-      metadata: of `config.json`, as far as it is known.
+      metadata: the metadata for `config.json` that is known so far.
     """
 
     config: RunConfig
@@ -56,7 +56,7 @@ class RunPlan:
 
     @property
     def origin(self) -> str:
-        """ "fresh" or "weights" for a new run; "finished", "extended" or "resumed" for one that the folder holds."""
+        """ "fresh" or "weights" for a new run; "finished", "extended" or "resumed" for a run in the folder."""
         if self.workdir.previous_run is None:
             return "weights" if self.config.init_from else "fresh"
         if self.finished is not None:
@@ -72,14 +72,14 @@ def resolve(
     overrides: Overrides = NOTHING,
     device: jax.Device | None = None,
 ) -> RunPlan:
-    """Decide everything about a run; nothing is loaded or written.
+    """Decide everything about a run, without loading or writing anything.
 
     Args:
-      config: is not changed.
-      workdir: of the run, which may hold it already.
-      eval_only: the run is evaluated as it is.
+      config: the config, which is not changed.
+      workdir: the run's folder, which may already hold the run.
+      eval_only: evaluate the run as it is.
       overrides: arguments of `attnlab.train.train`.
-      device: one of those that will compute; None for this process' first.
+      device: one of the devices that will compute; None for the first device of this process.
 
     Raises:
       UserError: an invalid config, one that does not continue the run in the folder, or a precision that the device
@@ -96,7 +96,7 @@ def resolve(
     folder.check_config(config, may_extend=not eval_only)
     if folder.previous_run is not None:
         overrides.check_continues(folder.previous_run, config, folder)
-    copies = folder.path.absolute() / "source"  # the file of a cell of a notebook, which has none
+    copies = folder.path.absolute() / "source"  # code from a notebook cell has no other file
     sources = custom.sources(config.model.layers).items()
     of_kinds = [(kind, source) for kind, source in sources if kind in KINDS]
     code = {kind: {"file": str(copies / source.path) if source.text else ""} for kind, source in of_kinds}
@@ -105,7 +105,7 @@ def resolve(
         raise UserError(f"{folder} holds no run to evaluate: train first")
     # An evaluation needs no log, so a damaged one does not stop it.
     finished = None if eval_only else metrics_lib.finished(folder.metrics, config.steps, config.eval.patience)
-    if not eval_only and finished is None:  # a run that is there is read and evaluated on any device
+    if not eval_only and finished is None:  # an existing run may be read and evaluated on any device
         precision.resolved(config.precision, device)
     return RunPlan(config, folder, finished, tokenizer, overrides, metadata)
 
@@ -125,14 +125,14 @@ def _precision(config: RunConfig, workdir: Workdir, overrides: Overrides, device
 
 
 class Shared(NamedTuple):
-    """Text and program, which runs share that start from the same step and differ in seed and learning rates alone."""
+    """Text and program, shared by runs that start from the same step and differ only in seed and learning rates."""
 
     text: Text
     program: TrainProgram
 
 
 def load(plan: RunPlan, extensions: Sequence[dict] = (), say: Callable[[str], None] = status.silent) -> Shared:
-    """Load the text of a run, and make what it computes with; `extensions` as in `optimizer.learning_rate`."""
+    """Load the text of a run, and create its program; `extensions` as in `optimizer.learning_rate`."""
     parallel = parallel_lib.from_config(plan.config)
     text = texts.load(plan.config, plan.workdir, plan.tokenizer, parallel.batch_share, say)
     options = {"parallel": parallel, "extensions": extensions, **plan.overrides._asdict()}
@@ -152,7 +152,7 @@ class OpenRun(NamedTuple):
     Attributes:
       start: the step of the state.
       damaged: faults of checkpoints after `start`, by step.
-      log: None in all processes but the first, and where the run is evaluated alone.
+      log: None in all processes but the first, and if the run is only evaluated.
     """
 
     plan: RunPlan
@@ -177,13 +177,13 @@ def open_run(
     shared: Shared | None = None,
     together: int = 1,
 ) -> Iterator[OpenRun]:
-    """Load the text and the newest intact state of a run, and take its files unless `eval_only`.
+    """Load the text and the newest intact state of a run, and claim its files unless `eval_only`.
 
     Args:
-      plan: what `resolve` returns.
+      plan: the result of `resolve`.
       eval_only, on_phase, tracker: as in `attnlab.train.train`.
-      own_process: compile what comes next while the state is made.
-      shared: what `load` returned for this plan, or for one that shares its program.
+      own_process: compile the next programs while the state is created.
+      shared: the result of `load` for this plan, or for one that shares its program.
       together: how many runs are trained as one program.
 
     Raises:
@@ -235,7 +235,7 @@ def open_run(
 
 
 def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: RunConfig, eval_only: bool):
-    """The step to resume from, or 0, and the damage of newer checkpoints; UserError if a checkpoint must exist."""
+    """The step to resume from, or 0, and the faults of newer checkpoints; UserError if a required one is missing."""
     newest, damaged = checkpoints.newest_intact() if jax.process_index() == 0 else (None, {})
     newest = parallel_lib.from_first_process(-1 if newest is None else newest)
     start, found, previous_run = max(newest, 0), newest >= 0, workdir.previous_run
@@ -245,7 +245,7 @@ def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: RunConfig, 
         )
     if start or previous_run is None:
         return start, damaged
-    # A save starts only when the previous save is on disk: after two intervals there must be a checkpoint.
+    # A save starts only when the previous save is on disk, so after two intervals there must be a checkpoint.
     was = workdir.config
     reached = max((record["step"] for record in metrics_lib.read(workdir.metrics)), default=0)
     if reached > 2 * was.checkpoint.every:
@@ -269,7 +269,7 @@ def _state(program: TrainProgram, checkpoints: Checkpoints, start: int, config: 
 
 
 def _versions(plan: RunPlan) -> dict:
-    """The entry "versions" of `config.json`: of the code that the run began with; {} without user code."""
+    """The entry "versions" of `config.json`, for the code with which the run began; {} without user code."""
     if plan.workdir.previous_run is not None:
         return {name: x for name, x in plan.workdir.previous_run.items() if name == "versions"}
     found = {part: code.record() for part, code in plan.overrides.code(plan.config).items()}

@@ -54,7 +54,7 @@ def create(
     return _begun(params, optimizer=optimizer, scan=scan, average=average)
 
 
-@functools.partial(jax.jit, static_argnames=("optimizer", "scan", "average"))  # op by op, it is 15 programs
+@functools.partial(jax.jit, static_argnames=("optimizer", "scan", "average"))  # without jit these are 15 programs
 def _begun(params, optimizer, scan, average):
     params = stack_layers(params) if scan else params
     copy = jax.tree.map(jnp.copy, params) if average else None
@@ -62,7 +62,7 @@ def _begun(params, optimizer, scan, average):
 
 
 def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Array, "B T"]:
-    """Cross-entropy of each of `targets_of` in nats, `[B, R]`."""
+    """Cross-entropy of each target of `targets_of` in nats, `[B, R]`."""
     targets = targets_of(batch)
     if batch.segments is not None:
         options["segments"] = batch.segments[:, :-1]
@@ -74,7 +74,7 @@ def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Arr
 
 
 def logits_of(model: nn.Module, params, batch: Batch, **options) -> Float[Array, "B R V"]:
-    """Logits where `targets_of` are."""
+    """Logits at the positions of the targets of `targets_of`."""
     if isinstance(model, GPT):
         return model.apply({"params": params}, batch.tokens[:, :-1], **_places_of(batch), **options)
     logits = model.apply({"params": sharding.gathered(params)}, batch.tokens[:, :-1], **options)
@@ -82,12 +82,12 @@ def logits_of(model: nn.Module, params, batch: Batch, **options) -> Float[Array,
 
 
 def _places_of(batch) -> dict:
-    """The argument of a GPT, left out of a text's batches: a subclass need not have it."""
+    """The argument `places` of a GPT; {} for a batch without places, as a subclass need not have the argument."""
     return {} if batch.places is None else {"places": batch.places}
 
 
 def targets_of(batch: Batch) -> Int[Array, "B R"]:
-    """The targets, `[B, R]`: the next tokens, or the answers of a task, with some token where none counts."""
+    """The targets, `[B, R]`: the next tokens, or the answers of a task, with an arbitrary token where none counts."""
     return batch.tokens[:, 1:] if batch.targets is None else jnp.maximum(_answers_of(batch), 0)
 
 
@@ -97,7 +97,7 @@ def _answers_of(batch):
 
 
 def counted(batch: Batch) -> Float[Array, "B R"] | None:
-    """1 for targets of the same document as the token before them, or answers of a task; None where all count."""
+    """1 for targets in the same document as the previous token, and for answers of a task; None if all count."""
     if batch.targets is not None:
         return (_answers_of(batch) >= 0).astype(jnp.float32)
     if batch.segments is None:
@@ -106,11 +106,11 @@ def counted(batch: Batch) -> Float[Array, "B R"] | None:
 
 
 def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis_name: str | None = None):
-    """(Mean loss over the targets of the global batch that count, in nats, its gradient).
+    """(Mean loss in nats over the targets of the global batch that count, its gradient).
 
-    Each example has the key `fold_in(step_key, i)`, i its index in the global batch; `accumulation` microbatches are
-    processed in sequence. Gradients are summed over the devices after the last, save over axes of a mesh that split
-    parameters or sequences as well.
+    Each example has the key `fold_in(step_key, i)`, where i is its index in the global batch. `accumulation`
+    microbatches are processed in sequence. Gradients are summed over the devices after the last one, except over mesh
+    axes that also split parameters or sequences.
     """
     run = functools.partial(_gradients, model, accumulation)
     if axis_name or accumulation == 1:
@@ -119,7 +119,7 @@ def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis
 
 
 def _gradients(model, accumulation: int, whole, batch: Batch, axes: str | tuple[str, ...] | None):
-    """The same, of this device's examples; `axes` are the names to reduce over."""
+    """Like `gradients`, for this device's examples; `axes` are the names to reduce over."""
     params, step_key = whole
     count = counted(batch)
     count = None if count is None else count.sum() / accumulation
@@ -129,7 +129,7 @@ def _gradients(model, accumulation: int, whole, batch: Batch, axes: str | tuple[
     def loss(params, part):
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, part.example)
         losses = token_losses(model, params, part, deterministic=False, dropout_key=keys)
-        # The count of the whole batch, so that the mean does not depend on how the batch is cut.
+        # Divide by the count of the whole batch, so that the mean does not depend on how the batch is split.
         return losses.mean() if count is None else (losses * counted(part)).sum() / count
 
     if accumulation == 1:
@@ -159,10 +159,10 @@ def train_step(
     *,
     ema: float = 0.0,
 ) -> tuple[TrainState, dict]:
-    """(The next state, float32 scalars), as a pure function; `ema` is the decay of `optimizer.averaged`.
+    """Return (the next state, float32 scalars), as a pure function; `ema` is the decay of `optimizer.averaged`.
 
-    The scalars: `loss` (nats) and `grad_norm` (before clipping) of the old parameters, `param_norm` of the new, and
-    `skipped`, the run's skipped steps so far, if the optimizer skips any.
+    The scalars are `loss` (nats) and `grad_norm` (before clipping) of the old parameters, `param_norm` of the new
+    parameters and, if the optimizer skips non-finite steps, `skipped`: the run's skipped steps so far.
     """
     step_key = jax.random.fold_in(jax.random.key(seed), state.step)
     loss, gradient = gradients(model, state.params, batch, step_key, accumulation, axis_name)
@@ -179,9 +179,9 @@ def train_step(
 
 
 def repeated(step: Callable, state, batches: Batch, per_run, count) -> tuple:
-    """(The state after `count` steps `(state, batch, per_run) → (state, metrics)`, metrics `[K]`, set for each).
+    """Take `count` steps `(state, batch, per_run) → (state, metrics)`; return (state, metrics `[K]`, set for each).
 
-    Batches have an axis of K steps in front; `count` is traced, so that one program takes any number of steps.
+    Batches have a leading axis of K steps. `count` is traced, so that one program takes any number of steps.
     """
     first = jax.tree.map(lambda x: x[0], batches)
     if len(batches.tokens) == 1:
@@ -199,7 +199,7 @@ def repeated(step: Callable, state, batches: Batch, per_run, count) -> tuple:
 
 
 def eval_step(model: nn.Module, params, batch: Batch, axis_name: str | None = None) -> Float[Array, " N"]:
-    """Weighted sum of the token losses of a batch in nats, number of tokens in it, and of a task's right answers."""
+    """Weighted sums over a batch: token losses in nats, number of tokens and, for a task, number of right answers."""
     if batch.targets is not None:
         sums = _answers(model, params, batch)
     elif batch.segments is None:
@@ -222,10 +222,10 @@ def _answers(model, params, batch):
 
 # Fields of `config.model` that say how a model is computed and trained, not what it computes.
 HOW = ("dropout", "remat", "scan", "impl")
-# Layers from which `config.model.scan` is on when None: on two x86 cores a step of the quickstart's width takes 0.79 of
-# its time without a loop for 4 layers, 0.59 for 12; it is also compiled sooner. On GPUs a loop copies into and out of
-# stacks what it stores for the gradient: on an H100 16 sequences take GPT-2 124M 43.0 ms in a loop, and 36.8 without.
-# Only the time to compile speaks for it there.
+# Number of layers from which `config.model.scan` is on when None. On two x86 cores, at the quickstart's width, a step
+# with a loop takes 0.79 of the time without one for 4 layers, 0.59 for 12, and compiles faster. On GPUs a loop copies
+# the values that it stores for the gradient into and out of stacks: on an H100, 16 sequences of GPT-2 124M take 43.0 ms
+# with a loop and 36.8 without. There its only advantage is the time to compile.
 SCAN_FROM, SCAN_FROM_ON_GPUS = 4, 33
 
 
@@ -233,18 +233,18 @@ def scans(config: RunConfig, platform: str) -> bool:
     """Whether a run's layers are one loop over stacked parameters."""
     if config.scan is not None:
         return config.scan
-    # Without a loop XLA joins the gathers of all layers, and holds all gathered parameters at once.
+    # Without a loop, XLA merges the gathers of all layers and holds all gathered parameters at once.
     most = SCAN_FROM_ON_GPUS if platform == "gpu" else SCAN_FROM
     return config.model.num_layers >= most or config.parallel.mesh.fsdp > 1
 
 
-# On an H100 the quickstart, of 0.8 million parameters, trains 2.9 times as fast with 64 steps a call as with one. A
-# step of a larger model lasts longer than the host needs for the next.
+# On an H100 the quickstart (0.8 million parameters) trains 2.9 times as fast with 64 steps per call as with one. A step
+# of a larger model takes longer than the host needs to prepare the next one.
 STEPS_ON_GPUS, SMALL = 64, 10_000_000
 
 
 def steps_per_call(config: RunConfig, platform: str, parameters: int) -> int:
-    """The most updates of one call of the devices, for a model of so many parameters."""
+    """Maximum number of updates in one call of the devices, for a model with this number of `parameters`."""
     if config.parallel.steps_per_call is not None:
         return config.parallel.steps_per_call
     return STEPS_ON_GPUS if platform == "gpu" and parameters <= SMALL else 1

@@ -1,4 +1,4 @@
-"""The text of a run, or its task: tokenizer, and training and validation batches."""
+"""The text or task of a run: tokenizer, training batches and validation batches."""
 
 import functools
 import hashlib
@@ -24,11 +24,11 @@ class Text(NamedTuple):
     """A corpus or a task as batches of tokens.
 
     Attributes:
-      corpus: for `config.json`: its name, sha256 and number of characters; of a task, none.
+      corpus: for `config.json`: its name, sha256 and number of characters (0 for a task).
       train, validation: this process' share of the batches.
-      summary: its size in words.
-      bits: factors from nats per token to bits per character, and per byte of UTF-8, on the validation text; of a
-        mixture, weighted by the scored windows of its parts; of a task, none.
+      summary: a description of its size.
+      bits: factors from nats per token to bits per character and per byte of UTF-8, on the validation text; for a
+        mixture, weighted by the scored windows of its parts; {} for a task.
     """
 
     corpus: dict
@@ -39,11 +39,11 @@ class Text(NamedTuple):
     bits: dict[str, float]
 
     def bits_of(self, loss: float | None) -> dict[str, float | None]:
-        """A loss in bits per character and per byte, where there are any."""
+        """A loss in bits per character and per byte; {} for a task."""
         return {name: None if loss is None else loss * factor for name, factor in self.bits.items()}
 
     def of_seed(self, seed: int) -> "Text":
-        """The text whose training batches are of another seed."""
+        """The text with training batches for another seed."""
         return self._replace(train=self.train.of_seed(seed))
 
 
@@ -56,7 +56,7 @@ def load(
 ) -> Text:
     """Load the text of a run as batches; a previous run keeps its tokenizer.
 
-    `share` is `Parallel.batch_share`, and `say` is told what begins.
+    `share` is `Parallel.batch_share`; `say` reports what begins.
     """
     if task := named.parse(config.data.name):
         return _of_task(task, config, share)

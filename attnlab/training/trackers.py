@@ -1,4 +1,4 @@
-"""Trackers, which get the metrics of a run as it goes on: the protocol, and TensorBoard."""
+"""Trackers, which receive the metrics of a run while it trains: the protocol, and TensorBoard."""
 
 import contextlib
 import sys
@@ -10,9 +10,9 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Gets the records of `metrics.jsonl` as they are written, in the first process alone.
+    """Receiver of the records of `metrics.jsonl` as they are written, only in the first process.
 
-    After a kill a record may come again, with the same numbers, or be missing: `metrics.jsonl` has each once.
+    After a kill, a record may arrive again with the same numbers, or be missing; `metrics.jsonl` has each once.
 
     >>> class Printer:
     ...     def log(self, step, metrics):
@@ -28,17 +28,17 @@ class Tracker(Protocol):
         """Log numbers of a step, named "SPLIT/NAME" as in `metrics.jsonl`; steps never decrease within a start."""
 
     def close(self) -> None:
-        """The run ends, or stops."""
+        """Close the tracker, because the run ends or stops."""
 
 
 NewTracker = Callable[[Path, dict], Tracker]  # (workdir, content of config.json) → a tracker of this start
 
 
 class TensorBoard:
-    """TensorBoard events, written without TensorFlow; where they cannot be written, the run goes on without them.
+    """TensorBoard events, written without TensorFlow; if they cannot be written, the run continues without them.
 
-    They are written at once: a full disk ends the thread of tensorboardX's SummaryWriter, whose queue then blocks the
-    run forever.
+    They are written at once, without tensorboardX's SummaryWriter: a full disk would end its thread, and its queue
+    would then block the run forever.
     """
 
     def __init__(self, folder: Path):
@@ -49,12 +49,12 @@ class TensorBoard:
         if self._disabled:
             return
         try:
-            with _without_torch():  # here, as it is not needed when the run is finished
+            with _without_torch():  # here, because a finished run does not need it
                 from tensorboardX import event_file_writer, summary
                 from tensorboardX.proto.event_pb2 import Event
             if self._file is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                # tensorboardX names files by whole seconds: two starts within one would write to the same file.
+                # tensorboardX names files by whole seconds: two starts within a second would write to the same file.
                 suffix = f".{time.time_ns()}"
                 self._file = event_file_writer.EventsWriter(str(self._folder / "events"), suffix)
                 self._file.write_event(Event(file_version="brain.Event:2"))
@@ -73,7 +73,7 @@ class TensorBoard:
         self.close()
 
     def close(self) -> None:
-        """Close the file; all is flushed."""
+        """Close the file; everything is flushed already."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):  # after a full disk, its buffer does not fit either
@@ -82,10 +82,10 @@ class TensorBoard:
 
 @contextlib.contextmanager
 def _without_torch():
-    """Context for importing tensorboardX, which imports PyTorch where it is installed: 180 MiB, and a second."""
+    """Context for importing tensorboardX without PyTorch, which it would import if installed: 180 MiB, and a second."""
     absent = "torch" not in sys.modules
     if absent:
-        sys.modules["torch"] = None  # an import of it fails
+        sys.modules["torch"] = None  # makes its import fail
     try:
         yield
     finally:

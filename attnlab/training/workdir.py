@@ -25,8 +25,8 @@ class Workdir:
     It must lie on a POSIX file system. Opening it writes nothing.
 
     Attributes:
-      previous_run: the content of `config.json`; None when no run has begun there.
-      config: of the previous run, from `config.json` and `config.npz`.
+      previous_run: the content of `config.json`; None if no run has begun there.
+      config: the previous run's config, from `config.json` and `config.npz`.
     """
 
     def __init__(self, path: str | Path):
@@ -75,7 +75,7 @@ class Workdir:
         steps, recorded = self.steps, self.previous_run.get("extensions", [])
         if config.steps == steps:
             return recorded
-        # Extended again from a step before the last extension, where newer checkpoints are damaged: replace that one.
+        # If newer checkpoints are damaged, a run may be extended from before its last extension: replace that one.
         undone = [extension for extension in recorded if extension["at_step"] >= start]
         extension = {"at_step": start, "from_steps": steps, "to_steps": config.steps}
         if undone:
@@ -84,17 +84,17 @@ class Workdir:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Context in which this process alone trains in the folder, which is made where it is missing."""
-        # The tokenizer's file is never replaced; NFS locks neither folders nor files that are open for reading.
+        """Context in which only this process trains in the folder; creates the folder if it is missing."""
+        # Lock the tokenizer's file, which is never replaced; NFS locks neither folders nor files open for reading.
         with claim(self.path, "--workdir", _foreign, marker="tokenizer.json"):
             if self.previous_run is None and (self.path / "config.json").exists():
                 raise UserError(f"--workdir={self}: another process has begun a run there: choose another folder")
             yield
 
     def create(self, config_json: str, config: RunConfig, tokenizer: tokenizers.Tokenizer) -> None:
-        """Write the files of a new run, to a claimed folder; `config.json` last, which makes it one.
+        """Write the files of a new run to a claimed folder; `config.json` is last, because it makes the folder a run.
 
-        The files of custom layers are copied to `source/`, under their names; arrays are in `config.npz`.
+        The files of custom layers are copied to `source/` under their names; arrays go to `config.npz`.
         """
         tokenizers.save(tokenizer, self.path / "tokenizer.json")
         for source in (source for source in custom.sources(config.model.layers).values() if source.text):
@@ -145,7 +145,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
             return dict(found)
     except FileNotFoundError:
         return {}
-    except Exception as error:  # of zipfile, NumPy and the disk
+    except Exception as error:  # from zipfile, NumPy or the disk
         raise UserError(f"{path} is damaged ({error}): restore it, or train in a new workdir") from error
 
 
@@ -158,7 +158,7 @@ def _check_format(saved: dict, path: Path) -> None:
 
 
 def _check_metadata(saved: dict) -> None:
-    """Raise one of several errors unless what `config.json` holds besides its fields has the form that a run writes."""
+    """Raise one of several errors unless the metadata in `config.json` has the form that a run writes."""
     extensions, passed = saved.get("extensions", []), saved.get("user_defined", {"model": None, "optimizer": False})
     is_valid = (
         isinstance(saved["corpus"]["sha256"], str)
@@ -196,8 +196,8 @@ def _previous_run(workdir: Path) -> tuple[dict, RunConfig] | None:
 
 
 def _foreign(names: list[str]) -> str:
-    """Why a folder with files of these names can hold no run; "" where it can."""
-    begun = ("tokenizer.json", ".config.json.")  # what a kill leaves of a run that was to begin
+    """Why a folder with files of these names cannot hold a run; "" if it can."""
+    begun = ("tokenizer.json", ".config.json.")  # files that a kill leaves while a run begins
     begun += ("source", "config.npz", ".config.npz.") if "tokenizer.json" in names else ()
     is_ours = "config.json" in names or all(name.startswith(begun) for name in names)
     return "" if is_ours else "holds other files and no run"
