@@ -24,11 +24,11 @@ def export_step(
 ) -> export.Exported:
     """Export `step(params, tokens, caches) -> (logits, caches)`, which predicts the next tokens.
 
-    Caches are passed as plain arrays, a tuple per layer: `(key, value, length, forget, conv)` for attention, the fields
-    of `KVCache`, where the last two may be None, and `(state, conv, length)` for others, as in `MixerState`. So
+    Caches are passed as plain arrays, a tuple per layer: for attention `(key, value, length, forget, conv)`, the fields
+    of `KVCache`, where the last two may be None; for other layers `(state, conv, length)`, as in `MixerState`. So
     the serialized program needs JAX but not attnlab: `jax.export.deserialize(data).call(params, tokens, caches)`, where
     `data` is the result of `serialize()`. (JAX needs the package flatbuffers for both.) Shapes are fixed: a prompt of
-    100 tokens and single tokens after it take two exports, which can share caches.
+    100 tokens and the single tokens after it need two exports, which can share caches.
 
     Args:
       model: the model; an `impl` of "auto" is replaced by a backend that every platform has.
@@ -39,7 +39,7 @@ def export_step(
       platforms: platforms to export for.
 
     Returns:
-      The exported step. It takes params, int32 tokens `[B, T]`, and caches, for attention keys and values
+      The exported step. It takes params, int32 tokens `[B, T]` and caches: for attention, keys and values
       `[B, S, Hk, D]` and int32 lengths `[B]`. It returns float32 logits `[B, T, V]` and the extended caches. An
       empty cache is all zeros.
 
@@ -62,7 +62,7 @@ def export_step(
     platforms = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     impl = "dense" if is_small(tokens, capacity or model.config.context) else "blockwise"
 
-    def chosen(layer):  # "auto" depends on the platform of this machine
+    def chosen(layer):  # "auto" would depend on this machine's platform
         is_auto = layer.module.operator == "attention" and layer.impl == "auto"
         return dataclasses.replace(layer, impl=impl) if is_auto else layer
 

@@ -131,7 +131,7 @@ def _check_dropout(rate, key, broadcast) -> None:
 
 
 def _join(terms, query, key, bias, mask, is_causal) -> dict:
-    """The terms of `attention_fn` and of the layer's call, as arguments of the operator."""
+    """Combine the terms of `attention_fn` and of the layer's call into arguments of the operator."""
     *batch, q_length, num_heads, _ = query.shape
     scores = (*batch, num_heads, q_length, key.shape[-3])
     causal = Causal() if is_causal else None
@@ -156,7 +156,7 @@ def _require_positions(named, q_length, kv_length) -> None:
 
 
 def _as_mask(mask, scores) -> Mask | None:
-    """The mask of an array that broadcasts to `[..., H, Tq, Tk]`, expanded only along axes on which it varies."""
+    """Convert an array that broadcasts to `[..., H, Tq, Tk]` to a mask, expanded only along axes on which it varies."""
     if mask is None or isinstance(mask, Mask):
         return mask
     visible = _aligned("mask", jnp.asarray(mask).astype(bool), scores)
@@ -183,6 +183,6 @@ def _sow(module, weights) -> None:
     if isinstance(module, nn.Module):
         module.sow("intermediates", "attention_weights", weights)
     else:
-        from flax import nnx  # imported here, as `import attnlab` does not load it
+        from flax import nnx  # imported here because `import attnlab` does not load it
 
         module.sow(nnx.Intermediate, "attention_weights", weights)

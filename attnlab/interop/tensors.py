@@ -26,8 +26,8 @@ class Tensor(NamedTuple):
     leaves: tuple[str, ...]  # paths, "block_0/attention/query/kernel", in the order of their outputs
     transposed: bool = False  # [out, in], as in torch's Linear, instead of [in, out]; in may be several axes
     slice: int | None = None  # index on the leaves' first axis, if the other slices are other tensors
-    groups: int = 1  # the outputs are so many parts, each the concatenation of one part of every leaf
-    # In each part, output i of the parameters is output order[i] of the tensor, a vector or transposed; () for i.
+    groups: int = 1  # number of parts of the outputs, each the concatenation of one part of every leaf
+    # In each part, output i of the parameters is output order[i] of the tensor (a vector or transposed); () for i.
     order: tuple[int, ...] = ()
     constant: float | None = None  # the value of parameters that the state dict does not hold
 
@@ -57,11 +57,11 @@ def named(
     groups: int = 1,
     details: Mapping[str, Mapping] = {},
 ) -> Iterator[Tensor]:
-    """The tensors of a table of names: a weight and a bias for a line, or a vector, of the parameters that exist.
+    """Yield the tensors of a table of names: for each line a weight and a bias, or a vector, if the parameters exist.
 
-    A line has a name without its ending, and the paths of its parameters: "query key value" one after another,
-    "query+gate" with a part of each in each of `groups`. `name` and `path` stand before all. `details` are other fields
-    of the tensors of some parameters.
+    A line maps a name without its ending to the paths of its parameters: "query key value" one after another,
+    "query+gate" with a part of each in each of `groups`. `name` and `path` are prefixes of all lines. `details` maps
+    some parameters to other fields of their tensors.
     """
     for stem, parameters in lines.items():
         paths = [path + each for each in re.split("[ +]", parameters)]
@@ -77,14 +77,14 @@ def named(
 
 
 def _shape(leaves: Sequence[str], shapes: Mapping, transposed: bool) -> tuple[int, ...]:
-    """The shape of a tensor of these parameters."""
+    """The shape of the tensor that holds these parameters."""
     module, _, leaf = leaves[0].rpartition("/")
     if leaf == "embedding":
         return shapes[leaves[0]]
     sizes = sum(math.prod(shapes[each]) for each in leaves)
     if leaf != "kernel":
         return (sizes,)
-    # Axes of an output projection are heads, features and outputs; of others inputs, and then heads and features.
+    # Output projections have the axes heads, features and outputs; other kernels have inputs, heads and features.
     axes = shapes[leaves[0]][:-1] if module.rpartition("/")[2] == "out" else shapes[leaves[0]][:1]
     inputs = math.prod(axes)
     if module.endswith("conv"):
@@ -93,7 +93,7 @@ def _shape(leaves: Sequence[str], shapes: Mapping, transposed: bool) -> tuple[in
 
 
 def stacked(tensors: Sequence[Tensor], shapes: Mapping) -> list[Tensor]:
-    """The same tensors for parameters of these shapes, with layers stacked by `attnlab.nn.stack_layers`."""
+    """Return the tensors for parameters of these shapes, with layers stacked by `attnlab.nn.stack_layers`."""
     names = ["blocks"] if "blocks" in shapes else [f"blocks_{n}" for n in range(len(shapes)) if f"blocks_{n}" in shapes]
     stacked_layers = len(names) * jax.tree.leaves(shapes[names[0]])[0].shape[0]
 
@@ -120,8 +120,8 @@ def load(
 ):
     """Read all parameters from a state dict, a chunk of one tensor at a time, into a tree like `shapes`.
 
-    The values of `state` have a `shape`, and arrays of NumPy or torch as parts. With `shardings`, a tree like `shapes`,
-    each device gets its share. `source` names the state dict in errors; names in `ignored` are not parameters.
+    The values of `state` have a `shape`, and indexing them gives NumPy or torch arrays. With `shardings`, a tree like
+    `shapes`, each device gets its share. `source` names the state dict in errors; `ignored` names are not parameters.
     """
     check_names(tensors, state, source, ignored)
     for tensor in tensors:
@@ -129,7 +129,7 @@ def load(
     wanted = flat_shapes(shapes)
     places = None if shardings is None else traverse_util.flatten_dict(shardings, sep="/")
     flat = {}
-    # Parameters with several tensors, as of stacked layers, one after another, so that few are incomplete.
+    # Load parameters with several tensors, such as stacked layers, one after another, so that few are incomplete.
     by_leaves = operator.attrgetter("leaves")
     for leaves, slices in itertools.groupby(sorted(tensors, key=by_leaves), key=by_leaves):
         found = {leaf: _empty(wanted[leaf], dtype) for leaf in leaves}
@@ -147,12 +147,12 @@ def load(
 
 
 def unload(tensors: Sequence[Tensor], params) -> dict[str, np.ndarray]:
-    """The state dict of `params`, float32, the inverse of `load`; UserError for float64."""
+    """Return the float32 state dict of `params`, the inverse of `load`; raise UserError for float64."""
     return dict(arrays(tensors, params))
 
 
 def arrays(tensors: Sequence[Tensor], params) -> Iterator[tuple[str, np.ndarray]]:
-    """The items of `unload`, one at a time."""
+    """Yield the items of `unload` one at a time."""
     flat = traverse_util.flatten_dict(params, sep="/")
     for tensor in tensors:
         leaves = [flat[leaf] if tensor.slice is None else flat[leaf][tensor.slice] for leaf in tensor.leaves]
@@ -181,13 +181,13 @@ def _fill(parts: Sequence[np.ndarray], tensor: Tensor, state: Mapping, name: str
 
 
 def pieces(rows: int, size: int) -> Iterator[slice]:
-    """Slices of an array's rows, of `size` numbers each, that are read at once."""
+    """The slices of an array's rows to read at once; a row has `size` numbers."""
     step = max(1, _CHUNK // (4 * size))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def check_names(tensors: Sequence[Tensor], state: Mapping, source: str, ignored: Sequence[str] = ()) -> None:
-    """Raise UserError unless a state dict holds the tensors, and no others but the ignored."""
+    """Raise UserError unless a state dict holds the tensors and, except for ignored ones, no others."""
     expected = dict.fromkeys(tensor.name for tensor in tensors if tensor.constant is None)
     if missing := [name for name in expected if name not in state]:
         raise UserError(f"{source} lacks the tensor {_few(missing)}: is it complete, and of this architecture?")
@@ -213,7 +213,7 @@ def _empty(shape, dtype) -> np.ndarray:
 
 
 def bare(variables) -> dict:
-    """The parameters in variables `{"params": …}`; UserError for anything else."""
+    """Return the parameters in variables `{"params": …}`; raise UserError for anything else."""
     if not isinstance(variables, Mapping) or "params" not in variables:
         raise UserError('expected variables {"params": …}, as model.init and attnlab.load return them')
     return variables["params"]
@@ -242,8 +242,8 @@ def flat_shapes(shapes) -> dict[str, tuple[int, ...]]:
 
 
 def as_numpy(array, name: str) -> np.ndarray:
-    """Another framework's array as float32 NumPy; 16-bit types are widened, others are a UserError."""
-    if hasattr(array, "detach"):  # torch's, which cannot convert bfloat16 to NumPy
+    """Convert another framework's array to float32 NumPy; widen 16-bit types, raise UserError for others."""
+    if hasattr(array, "detach"):  # a torch tensor; torch cannot convert bfloat16 to NumPy
         if array.is_meta:
             raise UserError(f"{name} is a meta tensor without data: load the weights first")
         array = array.detach().cpu()
@@ -258,7 +258,7 @@ def as_numpy(array, name: str) -> np.ndarray:
 
 
 def as_torch(state: Mapping[str, np.ndarray], caller: str) -> dict:
-    """A state dict of torch tensors; `caller` is the function named in errors."""
+    """Convert a state dict to torch tensors; `caller` is the function named in errors."""
     torch = import_torch(caller)
     return {name: torch.from_numpy(array.copy()) for name, array in state.items()}
 
@@ -272,5 +272,5 @@ def import_torch(caller: str):
 
 
 def _few(names: Sequence[str]) -> str:
-    """The first name, and the number of others."""
+    """The first name and the number of others."""
     return str(names[0]) + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")

@@ -24,7 +24,7 @@ def from_torch(source) -> tuple[nn.Module, dict]:
     | `nn.TransformerEncoderLayer` | `Block`, with `norm_at` "before" or "stream" |
 
     Inputs are `[batch, length, features]` whatever torch's `batch_first`, and masks are attnlab's. Dropout rates are
-    kept, but torch's encoder layer also has dropout inside the feed-forward layer, which `Block` does not.
+    kept, but torch's encoder layer also has dropout inside the feed-forward layer, which `Block` does not have.
 
     Args:
       source: the module of torch.
@@ -47,7 +47,7 @@ def from_torch(source) -> tuple[nn.Module, dict]:
 
 
 def to_torch(params, like) -> dict:
-    """The state dict of attnlab's parameters for a module of torch, for `like.load_state_dict(…)`.
+    """Convert attnlab's parameters to the state dict of a torch module, for `like.load_state_dict(…)`.
 
     Args:
       params: variables `{"params": …}` of the module that `from_torch(like)` returns.
@@ -73,9 +73,9 @@ def to_torch(params, like) -> dict:
 def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
     """Load a `ckpt.pt` of nanoGPT as a `GPT` and its variables.
 
-    nanoGPT uses the exact GELU; until its commit 594068e of May 2023 it used the tanh form, and checkpoints do not
-    record it: for older checkpoints use `model.replace(activation="gelu_tanh")`. The tokenizer is not in the
-    checkpoint: a character vocabulary is in `meta.pkl` of the data folder, otherwise it is GPT-2's.
+    nanoGPT uses the exact GELU; until its commit 594068e of May 2023 it used the tanh form. Checkpoints do not record
+    it, so use `model.replace(activation="gelu_tanh")` for older checkpoints. The tokenizer is not in the
+    checkpoint: a character vocabulary is in `meta.pkl` of the data folder; otherwise the tokenizer is GPT-2's.
 
     Args:
       path: the file; loading it runs no code.
@@ -169,7 +169,7 @@ def _equivalent(source) -> tuple[nn.Module, dict, list[tensors.Tensor]]:
             module, widths, lines = describe(source)
             shapes = tensors.shapes_of(module, *(jnp.zeros((1, 1, width)) for width in widths))
             found = tensors.named(tensors.flat_shapes(shapes), "", "", lines)
-            # Names of the projections of inputs end with "_weight".
+            # Names of input projections end with "_weight".
             found = [each._replace(name=re.sub(r"([nqkv]_proj)\.", r"\1_", each.name)) for each in found]
             return module, shapes, [each for each in found if each.name in source.state_dict()]
     raise UserError(
@@ -178,7 +178,7 @@ def _equivalent(source) -> tuple[nn.Module, dict, list[tensors.Tensor]]:
     )
 
 
-# Keys and values of another width have kernels of their own.
+# Keys and values of another width have separate kernels.
 _ATTENTION = {"in_proj": "query key value", "q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
 _ENCODER = {"linear1": "mlp/up", "linear2": "mlp/down", "norm1": "attention_norm", "norm2": "mlp_norm"}
 _ENCODER |= {

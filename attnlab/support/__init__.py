@@ -1,1 +1,1 @@
-"""Errors, files, options, names, progress, timing: used by all other folders, and independent of them."""
+"""Errors, files, options, names, progress and timing: used by all other folders and independent of them."""

@@ -1,17 +1,17 @@
-"""HTML documents that load nothing: a folder's page.html, page.css and page.js, if any, in one file."""
+"""Self-contained HTML documents: a folder's page.html, page.css and optional page.js in one file."""
 
 import base64
 import hashlib
 import re
 from pathlib import Path
 
-BASE = Path(__file__).with_name("documents.css")  # colours, type and controls of all documents
+BASE = Path(__file__).with_name("documents.css")  # colours, typography and controls of all documents
 
 
 def document(folder: Path, parts: dict[str, str]) -> str:
-    """The folder's page.html, with `parts` of HTML in place of each "{{name}}", its style, its script and its policy.
+    """Return a folder's page.html with each "{{name}}" replaced by `parts[name]`, or by its style, script or policy.
 
-    The policy admits this style, this script and images in the document, and nothing from elsewhere.
+    The policy allows only this style, this script and images embedded in the document.
     """
     style = BASE.read_text(encoding="utf-8") + (folder / "page.css").read_text(encoding="utf-8")
     file = folder / "page.js"
@@ -27,10 +27,10 @@ def document(folder: Path, parts: dict[str, str]) -> str:
 
 
 def valid_unicode(text: str) -> str:
-    """The text with "?" in place of lone surrogates, which UTF-8 cannot hold."""
+    """The text with "?" in place of lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _hash(text: str) -> str:
-    """The Content-Security-Policy source expression that admits only this text."""
+    """The Content-Security-Policy source expression that allows only this text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

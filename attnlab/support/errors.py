@@ -6,7 +6,7 @@ class UserError(ValueError):
 
 
 class ArgumentError(UserError):
-    """An invalid argument of a function, `seeds = 1: expected …`, which a command calls by its flag, `--seeds=1`."""
+    """An invalid argument, `seeds = 1: expected …`; `of_flag` is the message for a command line, `--seeds=1: …`."""
 
     def __init__(self, name: str, value, expected: str):
         super().__init__(f"{name} = {value!r}: {expected}")

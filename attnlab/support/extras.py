@@ -1,4 +1,4 @@
-"""Libraries that only parts of attnlab need, and that its extras install."""
+"""Optional libraries, which only parts of attnlab need and its extras install."""
 
 import importlib
 from types import ModuleType
@@ -11,11 +11,11 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
 
     Args:
       module: as in an import statement: "matplotlib.pyplot".
-      extra: its name: "plots".
-      purpose: what needs the library, the subject of the error's sentence: "a figure".
+      extra: the name of the extra: "plots".
+      purpose: what needs the library, as the subject of the error message: "a figure".
 
     Raises:
-      UserError: it is not installed, or a module that it needs.
+      UserError: the library, or a module that it needs, is not installed.
     """
     try:
         return importlib.import_module(module)

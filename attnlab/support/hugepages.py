@@ -1,8 +1,8 @@
 """Huge pages for the buffers of XLA's CPU backend.
 
 XLA requests the buffers of each step from glibc as one block, and glibc returns a large block to the kernel when it is
-freed: the next step faults in every page again. With pages of 2 MiB there are few faults: 160,000 in place of 1.8
-million in twenty steps of a GPT of 10 million parameters, whose median step takes 0.95 of the time (three
+freed, so the next step faults in every page again. With pages of 2 MiB there are few faults: 160,000 instead of 1.8
+million in twenty steps of a GPT with 10 million parameters. Its median step takes 0.95 of the time (three
 alternations, Zen 4, JAX 0.10.2, November 2026; a fifth less on older machines). glibc (2.35 and newer) reads this
 setting only when a program starts.
 """
@@ -12,7 +12,7 @@ import os
 import sys
 
 TUNABLE = "glibc.malloc.hugetlb"
-RESTARTED = "ATTNLAB_RESTARTED"  # in the environment: restart once, even where the setting has no effect
+RESTARTED = "ATTNLAB_RESTARTED"  # environment variable: restart only once, even if the setting has no effect
 
 
 def environment(env: dict[str, str]) -> dict[str, str]:
@@ -24,10 +24,10 @@ def environment(env: dict[str, str]) -> dict[str, str]:
 
 
 def restart(program: str) -> None:
-    """Restarts `python -m program`, or the console script of that name, with huge pages, in the same process.
+    """Restart `python -m program`, or the console script of that name, with huge pages, in the same process.
 
-    To be called before anything heavy is imported. Does nothing under a debugger, in a notebook, or where another
-    program runs the module.
+    Call this before anything heavy is imported. It does nothing under a debugger, in a notebook, or if another program
+    runs the module.
     """
     before, command = dict(os.environ), sys.orig_argv
     after = environment(before)
@@ -36,5 +36,5 @@ def restart(program: str) -> None:
     if sys.platform != "linux" or sys.gettrace() is not None or not (is_module or is_script):
         return
     if after != before and RESTARTED not in before:
-        with contextlib.suppress(OSError):  # slower, but it runs
+        with contextlib.suppress(OSError):  # go on without huge pages: slower, but it runs
             os.execve(sys.executable, command, after | {RESTARTED: "1"})

@@ -1,4 +1,4 @@
-"""Names in messages: the nearest of some, and a command as it is typed here."""
+"""Names in messages: the nearest valid name, and a command as the user would type it."""
 
 import difflib
 import os
@@ -14,7 +14,7 @@ def nearest(name: str, names) -> str:
 
 
 def typed(command: str) -> str:
-    """A command of attnlab as it is typed in this folder, with the Python that runs now."""
+    """Return an attnlab command as one would type it in this folder, for the running Python."""
     script = Path(sys.executable).with_name("attnlab")
     if not script.exists():
         return f"{sys.executable} -m attnlab {command}"

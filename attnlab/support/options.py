@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 from attnlab.support.names import nearest
 
 _REQUIRED = dataclasses.MISSING
-_ACCEPTED = {int: numbers.Integral, float: numbers.Real}  # of NumPy as well
+_ACCEPTED = {int: numbers.Integral, float: numbers.Real}  # NumPy's numbers as well
 
 
 class FieldError(ValueError):
-    """A field whose value is not what was expected.
+    """An invalid value of a field.
 
     Attributes:
       field: its dotted name.
-      value: its value.
-      expected: the values that are, or what to change, in words.
+      value: the invalid value.
+      expected: the valid values, or what to change, in words.
     """
 
     def __init__(self, field: str, value: Any, expected: str):
@@ -29,7 +29,7 @@ class FieldError(ValueError):
         self.field, self.value, self.expected = field, value, expected
 
     def within(self, group: str) -> "FieldError":
-        """The error of the same field of a group."""
+        """Return this error with `group` before the field's name."""
         return FieldError(f"{group}.{self.field}", self.value, self.expected)
 
 
@@ -38,11 +38,11 @@ class Option(NamedTuple):
 
     Attributes:
       doc: one sentence.
-      types: of its values; float takes integers as well.
-      default: of the field; `dataclasses.MISSING` if it is required.
-      low, high: bounds of a number, inclusive; of an integer, high is below 2^31 where it is None.
+      types: types of its values; float accepts integers as well.
+      default: default of the field; `dataclasses.MISSING` if the option is required.
+      low, high: inclusive bounds of a number; an integer with `low` but no `high` must be below 2^31.
       choices: the valid names; empty for any.
-      needs: values of other options of its group, by name, without which it has no effect.
+      needs: by name, the values of other options in its group without which it has no effect.
     """
 
     doc: str
@@ -54,7 +54,7 @@ class Option(NamedTuple):
     needs: Mapping[str, tuple] = types.MappingProxyType({})
 
     def problem(self, value) -> str:
-        """The expected value, in words, if `value` is invalid; otherwise ""."""
+        """Return the expected value, in words, if `value` is invalid; otherwise ""."""
         if value is None and type(None) in self.types:
             return ""
         accepted = tuple(_ACCEPTED.get(each, each) for each in self.types)
@@ -69,11 +69,11 @@ class Option(NamedTuple):
         if self.low is not None and self.high is None:
             return "" if self.low <= value < 2**31 else f"expected {self.low} or more, below 2^31"
         if self.low is not None and not self.low <= value <= self.high:
-            return f"expected a number from {self.low:g} to {self.high:.9g}"  # below 1 for 0.9999999
+            return f"expected a number from {self.low:g} to {self.high:.9g}"  # 0.9999999 is not shown as 1
         return ""
 
     def plain(self, value) -> Any:
-        """A valid value as Python's own type, which JSON can hold: NumPy's numbers as int and float."""
+        """Convert a valid value to a built-in type, for JSON: NumPy's numbers become int or float."""
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             return value
         is_integer = isinstance(value, numbers.Integral) and int in self.types
@@ -81,14 +81,14 @@ class Option(NamedTuple):
 
 
 def option(doc: str, default=_REQUIRED, *, low=None, high=None, choices=(), needs=None):
-    """A dataclass field that is an option.
+    """Return a dataclass field that declares an option.
 
     Args:
-      doc: one sentence; for names, what they mean.
-      default: required where missing.
-      low, high: bounds, inclusive.
+      doc: one sentence; for choices, what they mean.
+      default: default of the field; without it the option is required.
+      low, high: inclusive bounds.
       choices: the valid names.
-      needs: the options beside it, and their values, without which it has no effect: {"schedule": ("constant",)}.
+      needs: values of other options in the group without which it has no effect: {"schedule": ("constant",)}.
     """
     declared = Option(doc, (), default, low, high, tuple(choices), needs or {})
     return dataclasses.field(default=default, metadata={"option": declared})
@@ -96,11 +96,11 @@ def option(doc: str, default=_REQUIRED, *, low=None, high=None, choices=(), need
 
 @functools.cache
 def options(declaring: type) -> Mapping[str, Option]:
-    """The options of a dataclass by name; by dotted name where a field's type declares some itself."""
+    """The options of a dataclass by name; options of a nested dataclass have dotted names."""
     found = {}
     for field in dataclasses.fields(declaring):
         if "option" in field.metadata:
-            accepted = typing.get_args(field.type) or (field.type,)  # of a union, or one
+            accepted = typing.get_args(field.type) or (field.type,)  # the types of a union, or one type
             found[field.name] = field.metadata["option"]._replace(types=accepted, default=field.default)
         elif _is_group(field):
             found |= {f"{field.name}.{name}": each for name, each in options(field.type).items()}
@@ -115,7 +115,7 @@ def check_values(declared: Mapping[str, Option], values: Mapping[str, Any]) -> N
 
 
 def validate(record) -> None:
-    """Check the options of a frozen dataclass's instance, and of its groups; its numbers become Python's own.
+    """Check the options of a frozen dataclass instance and of its groups; convert NumPy's numbers to Python's.
 
     Raises:
       FieldError: the first invalid value.
@@ -149,8 +149,8 @@ def changed(record, values: Mapping[str, Any]):
     """A copy of a frozen dataclass with some fields changed; all changes are checked together.
 
     Args:
-      record: its groups of options are dataclasses as well.
-      values: by dotted name; of a group also a mapping.
+      record: the dataclass; its groups of options are dataclasses as well.
+      values: new values by dotted name; a group's may also be a mapping.
 
     Raises:
       FieldError: an unknown name, an invalid value.
@@ -175,12 +175,12 @@ def changed(record, values: Mapping[str, Any]):
 
 
 def option_values(record) -> dict[str, Any]:
-    """The options of an instance of a dataclass and their values, by dotted name."""
+    """The values of a dataclass instance's options, by dotted name."""
     return {name: functools.reduce(getattr, name.split("."), record) for name in options(type(record))}
 
 
 def check_effects(declared: Mapping[str, Option], values: Mapping[str, Any]) -> None:
-    """Raise FieldError for the first option that is set, although others take its effect."""
+    """Raise FieldError for the first option that is set but has no effect because of another option."""
     for name, each in declared.items():
         for other, useful in each.needs.items():
             beside = values[name.removesuffix(name.rpartition(".")[2]) + other]
@@ -190,7 +190,7 @@ def check_effects(declared: Mapping[str, Option], values: Mapping[str, Any]) -> 
 
 
 def documented(doc: str, declared: Mapping[str, Option]) -> str:
-    """A docstring with a line for each option at the end of its "Attributes"."""
+    """Return a docstring with a line for each option at the end of its "Attributes"."""
     before, head, after = doc.partition("\n    Attributes:")
     attributes, blank, rest = after.partition("\n\n")
     lines = "".join(f"\n      {name}: {each.doc}." for name, each in declared.items())

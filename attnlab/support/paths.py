@@ -15,12 +15,12 @@ from attnlab.support.errors import UserError
 
 @contextlib.contextmanager
 def claim(
-    folder: Path,  # made where it is missing, and then removed if an error leaves it empty
+    folder: Path,  # created if it is missing, and then removed if an error leaves it empty
     flag: str,  # the option that names the folder, for errors: "--out"
-    foreign: Callable[[list[str]], str],  # why the sorted names of its files are another's: "is not empty"; else ""
-    marker: str = "",  # a file that holds the lock, because NFS locks no folders; the folder itself when ""
+    foreign: Callable[[list[str]], str],  # from its sorted file names, why it is in other use: "is not empty"; else ""
+    marker: str = "",  # the file to lock, because NFS locks no folders; "" locks the folder itself
 ) -> Iterator[int]:
-    """Context in which this process, and children that hold the yielded lock open, alone use an output folder."""
+    """Context in which only this process, and children that hold the yielded lock open, use an output folder."""
     try:
         is_new = not folder.exists()
         if not is_new and not folder.is_dir():
@@ -50,7 +50,7 @@ def claim(
 
 
 def new_file(flag: str, name: str | Path) -> Path:
-    """The path of a new file that a flag names; UserError where there is one, or no folder for it."""
+    """Return the path of a new file from a flag; raise UserError if it exists or its folder is not writable."""
     path = Path(name)
     if path.exists():
         raise UserError(f"{flag}={name} exists: give a new file")
@@ -72,7 +72,7 @@ def lock(descriptor: int, *, wait: bool = False) -> bool:
 
 @contextlib.contextmanager
 def named(path: str | os.PathLike) -> Iterator[None]:
-    """Context whose OSErrors name a file; errors of `write`, as of a full disk, do not by themselves."""
+    """Context that adds a file's name to OSErrors, because errors of `write`, such as a full disk, have none."""
     try:
         yield
     except OSError as error:
@@ -101,7 +101,7 @@ def write_bytes(path: Path, content: bytes, *, sync: bool = False) -> None:
 
 
 def write_figure(path: Path, figure) -> None:
-    """Write a figure of matplotlib as PNG, whole or not at all."""
+    """Write a matplotlib figure as PNG, whole or not at all."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=160)
     write_bytes(path, drawn.getvalue())

@@ -1,6 +1,6 @@
 """Progress of long work: a bar on a terminal, plain lines elsewhere; closing the output pipe does not end the work.
 
-On a terminal, control characters of texts are shown and not obeyed.
+On a terminal, control characters in texts are shown instead of obeyed.
 """
 
 import contextlib
@@ -14,18 +14,18 @@ from rich import console, progress
 
 from attnlab.support import status
 
-LINE_INTERVAL = 10.0  # seconds between two lines, at least; in long work, a tenth of the time so far
+LINE_INTERVAL = 10.0  # minimal seconds between two lines; in long work, a tenth of the time so far
 BAR_AFTER = 1.0  # seconds of work before a bar appears
 
 
 def shown(text: str, file=None) -> str:
-    r"""A text to print to a file, `sys.stdout` when None: on a terminal, with control characters as `\x1b`."""
+    r"""Return a text to print to a file (`sys.stdout` if None); on a terminal, escape control characters: `\x1b`."""
     is_terminal = (sys.stdout if file is None else file).isatty()
     return status.escaped(text) if is_terminal else text
 
 
 class Progress:
-    """Counts units of work; subclasses say what a line and the text beside the bar are."""
+    """Progress in counted units of work; subclasses define the printed line and the text beside the bar."""
 
     def __init__(
         self,
@@ -49,18 +49,18 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """End the bar: the cursor is at the start of a line, and visible."""
+        """End the bar, with the cursor visible and at the start of a line."""
         self._bar.stop()
 
     def expect(self, total: int | float | None, done: int | float = 0) -> Callable[..., None]:
-        """Announce the work ahead, in units of about the same time each; returns `advance(amount=1)`."""
+        """Announce the work ahead, in units that take about the same time; return `advance(amount=1)`."""
         self.total, self.done = total, done
         self._start = self._last_line = self._clock()
         self._bar.update(self._task, total=total, completed=done)
         return self.advance
 
     def advance(self, amount: int | float = 1) -> None:
-        """Count units that are done."""
+        """Count finished units."""
         self.done += amount
         now = self._clock()
         elapsed = now - self._start
@@ -69,11 +69,11 @@ class Progress:
                 self.show(self.label(elapsed))
         elif now - self._last_line >= max(LINE_INTERVAL, elapsed / 10) and (line := self.line(elapsed)):
             self._last_line = now
-            with contextlib.suppress(OSError):  # as of a full disk
+            with contextlib.suppress(OSError):  # such as a full disk
                 self.print(line)
 
     def show(self, label: str) -> None:
-        """Move the bar to where the work is, with a text beside it; without a terminal, print nothing."""
+        """Update the bar and the text beside it; without a terminal, print nothing."""
         self._bar.update(self._task, completed=self.done, description=label)
         status.clear()
         self._bar.start()
@@ -89,11 +89,11 @@ class Progress:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._console.file.fileno())
 
     def label(self, elapsed: int | float) -> str:
-        """The text beside the bar after so many seconds."""
+        """The text beside the bar after `elapsed` seconds."""
         return ""
 
     def line(self, elapsed: int | float) -> str:
-        """The line to print after so many seconds; "" for none."""
+        """The line to print after `elapsed` seconds; "" for none."""
         return ""
 
 

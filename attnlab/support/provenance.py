@@ -1,4 +1,4 @@
-"""On what figures were measured, for a page or a table that has them: machine, versions, sources."""
+"""Provenance of measurements, for the pages and tables that show them: machine, versions, sources."""
 
 import contextlib
 import hashlib
@@ -14,7 +14,7 @@ PACKAGES = ("attnlab", "jax", "flax", "optax", "numpy")
 
 
 def machine() -> str:
-    """The device and the number of them, as in "2 cores of AMD EPYC 9R14"; starts JAX."""
+    """The type and number of devices, as in "2 cores of AMD EPYC 9R14"; starts JAX."""
     devices = jax.devices()
     if devices[0].platform != "cpu":
         return f"{len(devices)} × {devices[0].device_kind}"
@@ -26,17 +26,17 @@ def machine() -> str:
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def versions() -> dict[str, str]:
-    """Of packages, and of Python."""
+    """Versions of Python and of the packages that can change results."""
     return {name: metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()}
 
 
 def sources(digits: int = 8) -> str:
-    """The first hex digits of the sha256 of attnlab's own Python files; it has 64."""
+    """The first of the 64 hex digits of the sha256 of attnlab's own Python files."""
     found = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         found.update(file.read_bytes())

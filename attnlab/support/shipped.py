@@ -22,7 +22,7 @@ def summary(file: Path) -> str:
 
 
 def strings(file: Path, name: str) -> list[str]:
-    """The tuple of strings that a file binds to a name, without importing it; [] for none."""
+    """The strings in the tuple that a file assigns to a name, without importing the file; [] for none."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
             return list(ast.literal_eval(node.value)) if isinstance(node.value, ast.Tuple) else []
@@ -30,7 +30,7 @@ def strings(file: Path, name: str) -> list[str]:
 
 
 def module(folder: str, name: str) -> ModuleType:
-    """Import a file of a shipped folder, whose imports of neighbours are relative."""
+    """Import a file of a shipped folder as part of a package, because its imports of neighbours are relative."""
     return importlib.import_module(f"attnlab._{folder}.{name}")
 
 
@@ -39,7 +39,7 @@ def _place(folder: str) -> Path:
     return installed if installed.is_dir() else PACKAGE.parent / folder
 
 
-for _folder in ("studies", "benchmarks"):  # packages of the name that they have in a wheel
+for _folder in ("studies", "benchmarks"):  # packages with the names that they have in a wheel
     _spec = ModuleSpec(f"attnlab._{_folder}", None, is_package=True)
     _spec.submodule_search_locations = [str(_place(_folder))]
     sys.modules.setdefault(_spec.name, importlib.util.module_from_spec(_spec))

@@ -1,6 +1,6 @@
-"""The current work of a command until it has results: one line that changes on a terminal, a line for each elsewhere.
+"""The status of a command until it has results: one changing line on a terminal, one line per message elsewhere.
 
-It imports nothing that takes time, as the first thing that it tells of is an import of seconds.
+Imports nothing slow: its first message announces the slow import of JAX.
 """
 
 import contextlib
@@ -11,54 +11,54 @@ import signal
 import sys
 from collections.abc import Iterable
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and new lines
-_shown = False  # whether the cursor is behind a status
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and newlines
+_shown = False  # whether a status is on the cursor's line
 
 
 def open_streams() -> None:
-    """Open the null device in place of standard streams that are closed, so that printing never fails."""
+    """Replace closed standard streams by the null device, so that printing never fails."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def importing(words: Iterable[str]) -> None:
-    """Show that JAX is imported, unless the words of the command line ask for help."""
+    """Show that JAX is being imported, unless the words of the command line ask for help."""
     if not any(word.startswith(("-h", "--help")) for word in words):
         show("importing JAX")
 
 
 def end_when_interrupted() -> None:
-    """Let a SIGINT end this process until `commands.run`: in an import of JAX it would become another error."""
+    """Let SIGINT end this process until `commands.run`, because within an import of JAX it becomes another error."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end)
 
 
 def end(*_) -> None:
-    """End this process at once, as interrupted."""
+    """End this process at once and report the interrupt."""
     clear()
     print("interrupted", file=sys.stderr, flush=True)
     os._exit(128 + signal.SIGINT)
 
 
 def show(text: str) -> None:
-    """Say what begins now, in place of what was said before."""
+    """Show what begins now, in place of the previous status."""
     global _shown
     clear()
     _shown = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     if _shown:  # a line that wraps could not be erased
         text = escaped(" ".join(f"{text} ...".split()))[: shutil.get_terminal_size().columns - 1]
-    with contextlib.suppress(OSError):  # the reader of a pipe has gone
+    with contextlib.suppress(OSError):  # the pipe's reader has exited
         print(text, end="" if _shown else "\n", flush=True)
 
 
 def escaped(text: str) -> str:
-    r"""A text whose control characters a terminal shows in place of obeying them."""
+    r"""Return a text with escaped control characters, so that a terminal shows them instead of obeying them."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def silent(text: str) -> None:
-    """Say nothing."""
+    """Show nothing."""
 
 
 def clear() -> None:

@@ -14,7 +14,7 @@ def alternate(contenders: Mapping[Name, Callable], rounds: int) -> dict[Name, li
 
     Args:
       contenders: functions without arguments that return JAX arrays; each is called once untimed, to compile.
-      rounds: timed calls of each.
+      rounds: timed calls per contender.
 
     Returns:
       Seconds of each call, by contender.

@@ -1,6 +1,6 @@
-"""Python modules that run as processes side by side and end together.
+"""Run Python modules as parallel processes that end together.
 
-python -m attnlab.support.workers MODULE …    # what `run` starts: a module that is stopped when its parent is gone
+python -m attnlab.support.workers MODULE …    # started by `run`: stops the module when its parent is gone
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from attnlab.support import hugepages
 POLL = 0.1  # seconds
 PARENT_POLL = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-TOLD = "attnlab has ended: "  # begins a line in which a module tells that a part of its work has ended
-WARNING = re.compile(r"^jaxlib |(Runtime|User)Warning: ")  # lines of a log on wrong or doubtful numbers
+TOLD = "attnlab has ended: "  # begins a line in which a module reports that part of its work has ended
+WARNING = re.compile(r"^jaxlib |(Runtime|User)Warning: ")  # log lines about wrong or doubtful numbers
 
 
 class Ended(NamedTuple):
     """How a process ended; `error` is the last line that it printed if it failed, else "".
 
-    `part` of its work that it reported by `tell`, if the process itself may go on.
+    If `part` is not "", only that part of its work, reported by `tell`, has ended, and the process itself may go on.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Ended(NamedTuple):
 
 
 def tell(part: str, error: str = "") -> None:
-    """In a module that `run` runs: tell that a part of the work has ended, with an error if it failed."""
+    """Report, from a module that `run` runs, that part of the work has ended, with an error if it failed."""
     print(f"{TOLD}{json.dumps([part, error])}", flush=True)
 
 
@@ -48,7 +48,7 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def lost_signals_sent_again() -> Iterator[None]:
-    """Context in which a signal whose exception was lost is sent again.
+    """Context that sends a signal again if its exception was lost.
 
     Python ignores an exception that a signal handler raises inside a garbage collection callback (JAX installs one) or
     inside `__del__`: it prints the exception and continues.
@@ -67,18 +67,18 @@ def lost_signals_sent_again() -> Iterator[None]:
         yield
     finally:
         entered = False
-        if sys.unraisablehook is hook:  # else a hook that was set since then stays, and calls this one
+        if sys.unraisablehook is hook:  # otherwise a hook that was set later stays, and calls this one
             sys.unraisablehook = previous
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Context of a command in whose main thread SIGINT and SIGTERM raise `Interrupted`."""
+    """Context of a command in which SIGINT and SIGTERM raise `Interrupted` in the main thread."""
 
     def interrupt(number, _):
         raise Interrupted(number)
 
-    is_main = threading.current_thread() is threading.main_thread()  # which alone may handle signals
+    is_main = threading.current_thread() is threading.main_thread()  # only the main thread may handle signals
     before = {number: signal.signal(number, interrupt) for number in SIGNALS} if is_main else {}
     try:
         with lost_signals_sent_again():
@@ -94,15 +94,13 @@ def interruptible() -> Iterator[None]:
 def run(
     modules: Mapping[str, Sequence[str]],  # by name, the words after `python -m`
     jobs: int,
-    logs: Path,  # what a process prints is appended to logs/NAME.txt
+    logs: Path,  # the output of a process is appended to logs/NAME.txt
     lock: int,  # a file descriptor that each process holds open
-    started: Callable[[str], None] = lambda name: None,  # called with the name of each process that is started
+    started: Callable[[str], None] = lambda name: None,  # called with the name of each started process
 ) -> Iterator[Ended]:
-    """Run modules as processes, so many at a time, and yield how they, and parts that they `tell` of, end.
+    """Run modules as processes, `jobs` at a time, and yield how they end, and the parts that they report by `tell`.
 
-    All stop where the caller is interrupted.
-
-    Each warning in their logs is printed once.
+    All processes stop if the caller is interrupted. Each warning in their logs is printed once.
     """
     logs.mkdir(parents=True, exist_ok=True)
     waiting, running, warned, read = dict(modules), {}, set(), {}
@@ -125,14 +123,14 @@ def run(
                 print(end="".join(f"{line}\n" for line in warnings), file=sys.stderr)
                 yield Ended(name, _error(process.returncode, lines))
             time.sleep(POLL)
-    except BaseException as error:  # a signal, and whatever else ends the caller
+    except BaseException as error:  # a signal, or anything else that ends the caller
         number = error.args[0] if isinstance(error, Interrupted) else signal.SIGTERM
         _stop([process for process, *_ in running.values()], number)
         raise
 
 
 def _start(words: Sequence[str], log: Path, lock: int) -> subprocess.Popen:
-    """Start a module in a new session, so that a Ctrl-C reaches it through `_stop` alone."""
+    """Start a module in a new session, so that Ctrl-C reaches it only through `_stop`."""
     with log.open("ab") as out:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "attnlab.support.workers", *words],  # -P: imports nothing from "."
@@ -146,40 +144,40 @@ def _start(words: Sequence[str], log: Path, lock: int) -> subprocess.Popen:
 
 
 def _stop(running: list[subprocess.Popen], number: int) -> None:
-    """Pass on a signal, and wait until all have saved their state; a second signal is passed on as well."""
+    """Pass on a signal and wait until all processes have saved their state; pass on a second signal as well."""
     while any(process.poll() is None for process in running):
         with contextlib.suppress(Interrupted):
             for process in running:
-                process.send_signal(number)  # does nothing where it has ended
+                process.send_signal(number)  # does nothing if the process has ended
             while any(process.poll() is None for process in running):
                 time.sleep(POLL)
 
 
 def _parts(log: Path, position: int) -> tuple[list[list[str]], int]:
-    """The parts and errors that a module reported after a position of its log, and the position after them."""
+    """The parts and errors that a module reported after a position in its log, and the position after them."""
     with log.open("rb") as file:
         file.seek(position)
-        whole = file.read().rpartition(b"\n")[0]  # without a line that is being written
+        whole = file.read().rpartition(b"\n")[0]  # without a line that is still being written
     found = []
     for line in whole.decode(errors="replace").split("\n"):
         if line.startswith(TOLD):
-            with contextlib.suppress(ValueError):  # printed by somebody else
+            with contextlib.suppress(ValueError):  # not printed by `tell`
                 found.append(json.loads(line.removeprefix(TOLD)))
     return found, position + len(whole) + bool(whole)
 
 
 def _printed(log: Path, size: int) -> list[str]:
-    """The lines that a process has added to a log of that size."""
+    """The lines that a process has added to a log since it had this size."""
     with log.open("rb") as file:
         file.seek(size)
         return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
 
 
 def _error(code: int, lines: Sequence[str]) -> str:
-    """The last line of a process that failed; "" where it did not fail."""
+    """The last line that a failed process printed; "" if it did not fail."""
     if code == 0:
         return ""
-    # JAX ends a traceback with a remark on it.
+    # JAX ends a traceback with a remark about it.
     lines = [line for line in lines if not line.startswith(("For simplicity, JAX has removed", "-----", TOLD))]
     said = lines[-1].strip().removeprefix("error: ") if lines else "it printed nothing"
     return said if code > 0 else f"killed by signal {-code}: {said}"

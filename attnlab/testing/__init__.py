@@ -2,7 +2,7 @@
 
     report = check_attention(my_attention)
 
-compares a function with the formula in NumPy float64, feature by feature, and says of each whether it is right, wrong
+compares a function with the formula in NumPy float64, feature by feature, and reports whether each is right, wrong
 (with the smallest failing call as code), silently ignored, refused, or silently slow.
 """
 

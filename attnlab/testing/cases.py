@@ -1,4 +1,4 @@
-"""Calls of attention that use one feature each, drawn from a seed, and the calls that they may be taken for."""
+"""Attention calls that use one feature each, drawn from a seed, and the calls they may be mistaken for."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from attnlab.testing import reference
 
 
 class Shape(NamedTuple):
-    """The sizes of a call. More than one example and head, so that swapped axes are found.
+    """The sizes of a call; more than one example and head by default, so that swapped axes are detected.
 
     >>> Shape(q_length=5).heads
     3
@@ -27,10 +27,10 @@ class Shape(NamedTuple):
     features: int = 4
 
 
-# Lengths that no tile divides: few keys of many heads, and more keys than two tiles of 128.
+# Lengths that no tile divides: few keys with many heads, and more keys than two tiles of 128.
 SHAPES = (Shape(heads=8, kv_heads=8), Shape(2, 261, 261, 2, 2, 8))
 RATE = 0.25  # of dropout
-WITHOUT = "a call without it"  # the feature
+WITHOUT = "a call without it"  # without the feature
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Feature:
     Attributes:
       name: e.g. "causal".
       fields: returns the arguments of a call that use it, from a random generator and a shape.
-      shape: the shape that it needs, from a usual one.
-      instead: calls that an implementation without it (`WITHOUT`), or with a common fault, would compute, by what they
-        are.
+      shape: returns the shape that it needs, from a usual one.
+      instead: returns the calls that an implementation without it (`WITHOUT`) or with a common fault would compute, by
+        description.
       transform: "jit", or how else the function is run: "eager", "vmap", "remat", or "sharded" over batch and heads.
-      dtype: of all floating arrays.
+      dtype: type of all floating arrays.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Feature:
 
 
 class Case(NamedTuple):
-    """A call, and the weights of its outputs in the sum that gradients are of.
+    """A call, and the weights of its outputs in the differentiated sum.
 
     >>> case = draw(FEATURES["causal"], seed=0)
     >>> case.call.q.shape == case.d_out.shape
@@ -72,7 +72,7 @@ class Case(NamedTuple):
 
 
 def draw(feature: Feature, seed: int, shape: Shape = SHAPES[0]) -> Case:
-    """The case of a seed. Numbers are multiples of 1/8, which are exact in bfloat16 and short as code.
+    """Draw the case of a seed. Numbers are multiples of 1/8, which are exact in bfloat16 and short as code.
 
     >>> draw(FEATURES["causal"], seed=0).call.q.shape
     (2, 13, 8, 4)
@@ -87,8 +87,8 @@ def draw(feature: Feature, seed: int, shape: Shape = SHAPES[0]) -> Case:
         q=normal(batch, q_length, heads, features),
         k=normal(batch, kv_length, kv_heads, features),
         v=normal(batch, kv_length, kv_heads, features),
-    ).replace(**feature.fields(np.random.default_rng([seed, 1]), shape))  # the same sizes of windows at all shapes
-    # Where rows are fully masked libraries differ, so no gradient comes from there.
+    ).replace(**feature.fields(np.random.default_rng([seed, 1]), shape))  # the same window sizes for all shapes
+    # Libraries differ on fully masked rows, so no gradient comes from them.
     rows = reference.visible_rows(call)
     d_out = np.where(rows[..., None], normal(batch, q_length, heads, call.v.shape[-1]), feature.dtype(0))
     d_lse = eighths(rng, batch, q_length, heads) * np.float32(feature.name.endswith("lse"))
@@ -126,11 +126,11 @@ def calls(
 
 
 def eighths(rng, *sizes) -> np.ndarray:
-    """Normal numbers, rounded to multiples of 1/8, float32."""
+    """Normal random numbers rounded to multiples of 1/8, float32."""
     return (np.round(rng.normal(size=sizes) * 8) / 8).astype(np.float32)
 
 
-# What the features are
+# The features
 
 
 def _causal(rng, shape):
@@ -139,7 +139,7 @@ def _causal(rng, shape):
 
 def _window(right: int):
     def fields(rng, shape):
-        left = int(rng.integers(0, 3) * 2)  # 0, 2 or 4: few programs
+        left = int(rng.integers(0, 3) * 2)  # 0, 2 or 4, so that few programs are compiled
         return {"mask": masks.SlidingWindow(min(left, shape.kv_length), right)}
 
     return fields
@@ -171,7 +171,7 @@ def _prefix(rng, shape):
 def _blocks(rng, shape):
     sides = (-(-shape.q_length // 4), -(-shape.kv_length // 4))
     blocks = rng.random((shape.batch, shape.heads, *sides)) < 0.5
-    blocks[..., 0] = True  # no fully masked rows, which are a feature of their own
+    blocks[..., 0] = True  # no fully masked rows, which are a separate feature
     return {"mask": masks.BlockSparse(blocks, 4)}
 
 
@@ -222,14 +222,14 @@ def _late_queries(rng, shape):
 
 
 def _positions(rng, shape):
-    """Documents that are packed: each counts from 0, and a query sees all keys of an earlier position."""
+    """Packed documents, with positions from 0 in each: a query attends to all keys at its position or earlier."""
     at = np.arange(shape.q_length, dtype=np.int32)
     at = np.stack([np.where(at < n, at, at - n) for n in rng.integers(1, shape.q_length + 1, shape.batch)])
     return {"mask": masks.Causal(), "q_positions": at, "kv_positions": at}
 
 
 def _nan(rng, shape):
-    """NaN in the keys that are padding."""
+    """NaN in padding keys and values."""
     fields, sizes = _padding(rng, shape), (shape.batch, shape.kv_length, shape.kv_heads, shape.features)
     hidden = (np.arange(shape.kv_length) >= fields["mask"].lengths[:, None])[..., None, None]
     return fields | {name: np.where(hidden, np.float32(np.nan), eighths(rng, *sizes)) for name in "kv"}
@@ -240,7 +240,7 @@ def _large(rng, shape):
 
 
 def _dropout(rng, shape):
-    """Weights that are all equal, and values that show each weight."""
+    """Equal weights, and one-hot values, so that outputs show each weight."""
     zeros = np.zeros((shape.batch, shape.q_length, shape.heads, shape.features), np.float32)
     length = shape.kv_length
     one_hot = np.broadcast_to(np.eye(length, dtype=np.float32)[:, None], (shape.batch, length, shape.kv_heads, length))
@@ -333,7 +333,7 @@ FEATURES = {
 
 
 def features_named(names: str | Iterable[str], known: Mapping = FEATURES) -> list:
-    """The features of some names, "all" for all.
+    """Look up features by name; "all" for all.
 
     Raises:
       ValueError: an unknown name.

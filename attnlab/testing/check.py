@@ -1,4 +1,4 @@
-"""A function of attention, held to the specification feature by feature."""
+"""Check an attention function against the specification, feature by feature."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from attnlab.testing.code import code_of
 from attnlab.testing.report import BOTTOM_RIGHT, DIAGONAL, LSE_TYPE, MASKED_ROW, NEITHER, TOP_LEFT, Outcome, Report, Row
 from attnlab.testing.subject import AdapterError, ResultError, Subject, Unsupported, as_attnlab, failure, outputs_of
 
-# From the smallest: a fault may need several keys, examples or heads.
+# Smallest first: a fault may need several keys, examples or heads.
 SMALL = tuple(
     Shape(batch, length, length, heads, heads, 1 + (heads > 1))
     for batch, heads in ((1, 1), (1, 2), (2, 2))
@@ -37,27 +37,27 @@ def check_attention(
     shapes: Sequence[Shape] = drawn.SHAPES,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> Report:
-    """Compare a function of attention with the specification, feature by feature, over random calls.
+    """Compare an attention function with the specification, feature by feature, over random calls.
 
     Each output and gradient is compared row by row: its error may be four times the error of a naive computation in
-    the same type, plus a floor of some roundings (`bounds`). Failing calls are made smaller.
+    the same type, plus a floor of a few roundings (`bounds`). Failing calls are shrunk.
 
     Args:
       function: returns the output `[B, Tq, H, Dv]`, or (output, lse `[B, Tq, H]`).
       adapter: returns the function's keyword arguments for a call, or raises `Unsupported`; None for a function that is
-        called as `attnlab.attention` is.
+        called like `attnlab.attention`.
       features: names in `attnlab.testing.FEATURES`, or "all".
       gradients: whether gradients are compared.
       cases: number of calls over all features, at least one for each feature and shape.
-      shapes: sizes of the calls; all but the first have one call for each feature, as they may be large.
+      shapes: sizes of the calls; all but the first get one call per feature, because they may be large.
       on_row: called with each feature's row when it is known.
 
     Returns:
       a `Report`: for each feature right, wrong with the smallest failing call, ignored, refused or slow.
 
     Raises:
-      ValueError: an unknown feature, none, fewer than one case, what cannot be called, or an adapter that returns
-        something else.
+      ValueError: an unknown feature, no feature, fewer than one case, a function that is not callable, or an adapter
+        that returns no keyword arguments.
 
     >>> report = check_attention(attention, features=["causal", "sinks"], cases=4, gradients=False)
     >>> report["causal"].outcome, report["sinks"].outcome
@@ -79,7 +79,7 @@ def check_attention(
 
 
 def results(function: Callable, case: Case, adapter: Callable | None = None, gradients: bool = True) -> dict:
-    """(found, expected, their ratio) of each output and gradient of a case, by name; arguments as `check_attention`'s.
+    """(found, expected, their ratio) of a case's outputs and gradients, by name; arguments as in `check_attention`.
 
     >>> found, expected, ratio = results(attention, draw(FEATURES["causal"], seed=0))["the gradient of q"]
     >>> found.shape == expected.shape == (2, 13, 8, 4)
@@ -91,10 +91,10 @@ def results(function: Callable, case: Case, adapter: Callable | None = None, gra
 
 
 def _outputs(function: Callable, adapter: Callable) -> Callable:
-    """(out, lse or nothing) of a call, by name; the lse is asked for where `return_lse` is a parameter."""
+    """Return a function from a call to out and any lse, by name; it passes `return_lse` if that is a parameter."""
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a function of C, which has none
+    except (TypeError, ValueError):  # a C function, which has no signature
         parameters = ()
     asks = adapter is as_attnlab and "return_lse" in parameters
     return outputs_of(
@@ -114,11 +114,11 @@ class Finding(NamedTuple):
     outcome: Outcome
     why: str = ""
     worst: float = 0.0
-    fault: str = ""  # what it computes instead, or the first result that is wrong
+    fault: str = ""  # what it computes instead, or the first wrong result
 
 
 class Operator(NamedTuple):
-    """An operator, as a check needs it: cases, their judgement and code, small shapes, and memory."""
+    """An operator as a check needs it: cases, their judgement and code, small shapes, and memory use."""
 
     draw: Callable[..., Case]
     judge: Callable[[Subject, Case, dict], Finding]
@@ -128,7 +128,7 @@ class Operator(NamedTuple):
 
 
 def rows_of(operator: Operator, subject: Subject, features: Sequence, gradients, cases: int, shapes, on_row) -> list:
-    """The row of each feature; ValueError for no feature, or fewer than one case."""
+    """Return the row of each feature; raise ValueError for no feature or fewer than one case."""
     if cases < 1 or not features:
         raise ValueError(f"cases = {cases} of {len(features)} features: expected 1 or more of each")
     first, *others = shapes
@@ -159,23 +159,23 @@ def _row(operator: Operator, subject: Subject, feature, gradients: bool, where: 
 
 
 def _blind_spot(dtype, shape) -> str:
-    """Which errors are within the bound of a coarse type; "" for float32."""
+    """Describe the errors that the bound of a coarse type allows; "" for float32."""
     precision = rounding(dtype)
     if precision <= np.finfo(np.float32).eps:
         return ""
-    roundings = 8 + math.sqrt(shape.kv_length) if isinstance(shape, Shape) else 4  # of `bounds`, or of the recurrence's
+    roundings = 8 + math.sqrt(shape.kv_length) if isinstance(shape, Shape) else 4  # as in `bounds`, or for recurrences
     floor = roundings * precision
     products = "its products are in TF32: " if precision > float(jnp.finfo(dtype).eps) else ""
     return f"{products}errors up to {floor:.0%} of the largest value are within its bound"
 
 
 def _judged(operator: Operator, subject: Subject, case: Case, gradients: bool) -> tuple[Finding, bool]:
-    """The finding of a case, and whether gradients were compared; without them, outputs are."""
+    """The finding of a case, and whether gradients were compared; if they raise, outputs alone are."""
     try:
         found = subject.run(case, gradients)
     except AdapterError:
         raise
-    except Exception as error:  # whatever a stranger's function raises
+    except Exception as error:  # whatever the function under test raises
         if gradients and not isinstance(error, Unsupported | ResultError):
             finding, _ = _judged(operator, subject, case, gradients=False)
             if finding.outcome != "refused":
@@ -186,7 +186,7 @@ def _judged(operator: Operator, subject: Subject, case: Case, gradients: bool) -
 
 
 def _shrunk(operator: Operator, subject: Subject, case: Case, finding: Finding, gradients: bool):
-    """The first of some small calls that fails likewise, or the case itself, and its finding."""
+    """The first small case that fails in the same way, or else the case itself, and its finding."""
     for shape in operator.small if case.feature.name != "dropout" else ():
         small = operator.draw(case.feature, case.seed, shape)
         other, _ = _judged(operator, subject, small, gradients)
@@ -196,7 +196,7 @@ def _shrunk(operator: Operator, subject: Subject, case: Case, finding: Finding, 
 
 
 def compared(case: Case, found: dict, answers: Callable, error: Callable) -> Finding:
-    """The finding for results by name, from `answers(case)`, exact and naive, and the error in units of its bound."""
+    """Judge results by name: `answers` gives exact and naive ones, `error` the error in units of its bound."""
     exact, naive = answers(case)
     errors = {name: error(case, name, x, exact[name], naive[name]) for name, x in found.items()}
     worst, wrong = max(errors.values()), [name for name in sorted(errors, key="out".__ne__) if not errors[name] <= 1]
@@ -213,7 +213,7 @@ def compared(case: Case, found: dict, answers: Callable, error: Callable) -> Fin
 
 
 def _ratio(found, exact) -> str:
-    """The range of found/expected in nine of ten numbers, where the expected one is not small."""
+    """The range of found/expected in the middle 90% of the numbers whose expected value is not small."""
     found, exact = np.broadcast_arrays(np.asarray(found, np.float64), np.asarray(exact, np.float64))
     large = (abs(exact) > 0.1 * abs(exact).max(initial=0)) & np.isfinite(found)
     if not large.any():
@@ -239,7 +239,7 @@ def _judge(subject: Subject, case: Case, found: dict) -> Finding:
 
 
 def answers(case: Case) -> tuple[dict, dict]:
-    """The results of a case by name: exact, and by a naive computation in its type."""
+    """(exact results, results of a naive computation in its type) of a case, each by name."""
     is_half = case.feature.dtype != np.float32
     # In float32, −1e9 plus a score is −1e9: the scores of such a row are all equal.
     scores = np.float32 if case.feature.name == "shifted rows" else None
@@ -253,7 +253,7 @@ def answers(case: Case) -> tuple[dict, dict]:
 
 
 def _error(subject: Subject, case: Case, name: str, found, exact, naive) -> float:
-    """The largest error of a row in units of its bound; infinite where a number is not finite."""
+    """The largest error of any row in units of its bound; infinite if a number is not finite."""
     if name == "lse" and subject.types["lse"] == np.float32:
         case = case._replace(feature=dataclasses.replace(case.feature, dtype=np.float32))
     if name in ("out", "lse"):
@@ -265,23 +265,23 @@ def _error(subject: Subject, case: Case, name: str, found, exact, naive) -> floa
 
 
 def rounding(dtype) -> float:
-    """ε of the type that products round their operands to."""
+    """The ε of the type to which products round their operands."""
     return 2.0**-10 if is_tf32(dtype, jax.default_backend()) else float(jnp.finfo(dtype).eps)
 
 
 def bounds(case: Case, name: str, exact: np.ndarray, naive: np.ndarray) -> np.ndarray:
-    """The largest error that is right, for each row of a result: four times a naive computation's error, and a floor.
+    """The largest allowed error for each row of a result: four times a naive computation's error, plus a floor.
 
-    Sums of n products round √n times in the mean, n times at worst, so that two orders of summation differ by a few
-    roundings of the largest value. A score of size |s| has an error of ε|s|, by which weights, and so results, change
-    relatively; a gradient has a weight as a factor twice. With ε of the type that products are rounded to:
+    The error of a sum of n products is √n roundings on average and n at worst, so two orders of summation differ by a
+    few roundings of the largest value. A score of size |s| has an error of ε|s|, the relative change of weights and
+    thus of results; a gradient has a weight as a factor twice. With ε of the type to which products are rounded:
 
         floor = (8 + √Tk) ε · (the largest value) + 4 ε₃₂ · max|s| · (the largest value)
 
     Args:
       case: the case, for its type, its lengths and the size of its scores.
       name: "out", "lse", or e.g. "the gradient of q".
-      exact, naive: results `[…, features]`; a number a row for lse and the gradient of sinks.
+      exact, naive: results `[…, features]`; one number per row for lse and the gradient of sinks.
 
     Returns:
       bounds that broadcast to `exact`.
@@ -314,11 +314,11 @@ def _of_masked_rows(case: Case, found: np.ndarray) -> str:
 
 
 def _diagonal(subject: Subject) -> str:
-    """Which keys a function's causal mask shows where there are fewer queries than keys, and no positions."""
+    """The alignment of a function's causal mask with fewer queries than keys and without positions."""
     case = drawn.draw(drawn.FEATURES["causal"], 0, Shape(2, 5, 9, 2, 2, 4))
     try:
         found = subject.run(case, gradients=False)["out"]
-    except Exception:  # whatever a stranger's function raises
+    except Exception:  # whatever the function under test raises
         return "refused"
     first, last = (np.arange(5, dtype=np.int32) + start for start in (0, 4))
     for meaning, q_positions in ((TOP_LEFT, first), (BOTTOM_RIGHT, last)):
@@ -329,9 +329,9 @@ def _diagonal(subject: Subject) -> str:
 
 
 def _judged_dropout(case: Case, found: np.ndarray) -> Finding:
-    """Each weight, 1/Tk before dropout, is 0 or 1/Tk/(1 − rate); a share of `RATE` is dropped, other ones elsewhere."""
+    """Check that weights of 1/Tk become 0 (a share `RATE`, at other places in other rows) or 1/Tk/(1 − rate)."""
     rate, kept = drawn.RATE, found != 0
-    deviation = math.sqrt(rate * (1 - rate) / kept.size)  # of the share that is dropped
+    deviation = math.sqrt(rate * (1 - rate) / kept.size)  # of the dropped share
     dropped = 1 - kept.mean()
     if dropped == 0:
         return Finding("ignored", f"it computes {drawn.WITHOUT}", math.inf)
@@ -355,7 +355,7 @@ _LENGTHS = (2048, 4096)  # many tiles of any size
 
 
 def _is_slow(subject: Subject, feature: Feature) -> bool:
-    """Whether a feature makes memory grow with Tq·Tk, where the inputs do not and a plain call's memory does not."""
+    """Whether a feature makes memory grow with Tq·Tk although its inputs and a plain call's memory do not."""
     if feature.transform != "jit" or feature.name in ("plain", "dropout"):
         return False
     return _is_quadratic(subject, feature) and not _is_quadratic(subject, drawn.FEATURES["plain"])
@@ -369,7 +369,7 @@ def _is_quadratic(subject: Subject, feature: Feature) -> bool:
 
 
 def _temporary_bytes(subject: Subject, feature: Feature, length: int) -> int | None:
-    """The memory of a compiled call besides its arguments and results; None where they are as large, or unknown."""
+    """The memory of a compiled call besides inputs and results; None if inputs grow with Tq·Tk or it is unknown."""
     call = drawn.draw(feature, 0, Shape(1, length, length, 1, 1, 8)).call
     if any(np.size(x) >= length * length // 64 for x in jax.tree.leaves(call)):
         return None
@@ -377,5 +377,5 @@ def _temporary_bytes(subject: Subject, feature: Feature, length: int) -> int | N
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), call)
         compiled = jax.jit(lambda call: subject.outputs(call)["out"]).lower(abstract).compile()
         return compiled.memory_analysis().temp_size_in_bytes
-    except Exception:  # a function that needs values, or a backend that does not tell
+    except Exception:  # a function that needs values, or a backend without memory analysis
         return None

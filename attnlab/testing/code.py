@@ -1,14 +1,14 @@
-"""A call as Python code that can be pasted."""
+"""Format a call as Python code to paste."""
 
 import numpy as np
 
 from attnlab.testing.cases import Case
 
-_MOST = 400  # numbers of an array that are written out
+_MOST = 400  # largest number of elements in an array that is written out
 
 
 def code_of(case: Case, why: str, gradients: bool, function, adapter) -> str:
-    """Python that compares a function with the answer; arrays of a call that are too large are only drawn again."""
+    """Return Python code that compares a function with the answer; calls with large arrays are drawn again."""
     shape = ", ".join(f"{name}={size}" for name, size in case.shape._asdict().items())
     drawn = f"case = testing.draw(testing.FEATURES[{case.feature.name!r}], {case.seed}, testing.Shape({shape}))\n"
     types = "" if case.call.q.dtype == np.float32 else "import ml_dtypes\n"
@@ -31,7 +31,7 @@ def code_of(case: Case, why: str, gradients: bool, function, adapter) -> str:
 
 
 def _imported(function, name: str) -> str:
-    """A line that imports a function by a name; a comment where it has no place in a module."""
+    """A line that imports a function under a name; a comment if no module has the function at its top level."""
     module, place = (getattr(function, field, None) or "<" for field in ("__module__", "__qualname__"))
     if "<" in place or "." in place:
         return f"# {name} = the {name} of this check\n"

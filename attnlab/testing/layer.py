@@ -1,4 +1,4 @@
-"""Laws of every layer that mixes tokens, whatever its formula."""
+"""Laws that every token-mixing layer must obey, whatever its formula."""
 
 import contextlib
 import functools
@@ -24,8 +24,8 @@ PIECES = (1, 11, 1, 11)
 CUT = 18  # within the last piece
 DOCUMENTS = (7, 17)
 PADDED = np.array([(5, 11), (6, 0)], np.int32)  # tokens of each sequence, in two calls of 11
-# Of the largest output. Float32 sums in another order differ by some units of 6e-8 a layer; a token that a check must
-# find changes outputs by its share of them.
+# Relative to the largest output. Float32 sums in another order differ by a few times 6e-8 per layer; a token that a
+# check must find changes outputs by its share of them.
 TOLERANCE = 1e-4
 USUAL_CAUSES = (
     "usual causes are a norm or √x at 0, and a score mod that is not finite for a pair that the mask hides, as "
@@ -35,21 +35,21 @@ _ALONE = Context()
 
 
 def check_layer(layer: nn.Module, features: int, *, capacity: int = LENGTH, seed: int = 0) -> list[str]:
-    """The faults of a layer that mixes tokens, each a sentence; [] for none.
+    """Return the faults of a token-mixing layer, one sentence each; [] for none.
 
-    The layer must be causal; must give in pieces, with a cache, what it gives in one pass; must give packed and padded
-    sequences what they have alone; must have finite gradients, also where its inputs are 0; must compute the same
-    in a loop over stacked layers, and on several devices, which split the batch; and must take a piece of no tokens. An
-    exception of the layer is a fault, with the call and the user's line that raised it.
+    The layer must be causal. Its outputs must be the same in pieces with a cache as in one pass, the same for packed
+    and padded sequences as for each alone, and the same in a loop over stacked layers and on several devices that split
+    the batch. Its gradients must be finite, also where its inputs are 0, and it must accept a piece without tokens. An
+    exception of the layer is a fault, reported with the call and the user's line that raised it.
 
     Args:
-      layer: any `attnlab.nn.Layer`; or a module from `[B, T, F]` to `[B, T, F]`, as `attnlab.nn.register` takes.
+      layer: any `attnlab.nn.Layer`, or a module from `[B, T, F]` to `[B, T, F]`, as for `attnlab.nn.register`.
       features: F, width of the inputs.
-      capacity: of its caches, 24 tokens; 12 or more suffice if its tokens attend to as few.
-      seed: of parameters and inputs.
+      capacity: tokens in its caches, by default 24; 12 or more suffice if its tokens attend to at most that many.
+      seed: seed for parameters and inputs.
 
     Raises:
-      UserError: what is no module, or a layer that refuses its own options.
+      UserError: `layer` is not a module, or it rejects its own options.
 
     >>> from attnlab.nn import GatedDeltaNet
     >>> from flax.linen import Dense
@@ -82,7 +82,7 @@ def check_layer(layer: nn.Module, features: int, *, capacity: int = LENGTH, seed
 
 
 def _found(fault: str, law: Callable, run: "_Run") -> str:
-    """The fault if a layer breaks the law, or raises an exception; "" otherwise, and for what the layer refuses."""
+    """The fault if a layer breaks a law or raises an exception; "" otherwise, also if it rejects the call."""
     try:
         error = law(run)
     except UserError:
@@ -99,17 +99,17 @@ _LIBRARIES = re.compile(rf"({_FOLDERS})[/\\]|.*[/\\](site|dist)-packages|<frozen
 
 
 class _RaisedError(Exception):
-    """An exception of a layer, in a sentence."""
+    """An exception of a layer, described in a sentence."""
 
 
 @contextlib.contextmanager
 def _during(what: str) -> Iterator[None]:
-    """Context whose exceptions, but for a UserError, say what raised them."""
+    """Context whose exceptions, except UserError, say what raised them."""
     try:
         yield
     except (UserError, _RaisedError):
         raise
-    except Exception as error:  # whatever a user's code raises
+    except Exception as error:  # whatever the user's code raises
         message = textwrap.shorten(str(error), 240, placeholder=" …")
         frames = [each for each in traceback.extract_tb(error.__traceback__) if not _LIBRARIES.match(each.filename)]
         line = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
@@ -121,7 +121,7 @@ def _forward(layer: Layer, params, x, context: Context = _ALONE, cache=None) -> 
 
 
 def _parameters(layer: nn.Module, x: np.ndarray, seed: int):
-    """Initial values, but for kernels, whose draws take seconds to compile, and zeros, which have no effect."""
+    """Initial values, with NumPy draws for kernels (JAX's take seconds to compile) and for zeros (no effect)."""
     rng, key = np.random.default_rng(seed), jax.random.key(seed)
 
     def without_kernels(path, leaf):
@@ -138,7 +138,7 @@ def _parameters(layer: nn.Module, x: np.ndarray, seed: int):
 
 
 class _Run(NamedTuple):
-    """A layer, `apply`, which compiles once for each shape, the outputs `whole` of one pass, and its empty cache."""
+    """A layer, `apply` (compiled once for each shape), the outputs `whole` of one pass, and `init_cache`."""
 
     layer: Layer
     apply: Callable
@@ -165,7 +165,7 @@ def _in_pieces(run: _Run) -> float:
 def _packed(run: _Run) -> float:
     first, second = DOCUMENTS
     segments = np.repeat(np.arange(2, dtype=np.int32), DOCUMENTS)[None].repeat(2, axis=0)
-    alone = run.apply(run.params, np.roll(run.x, -first, axis=1)).out[:, :second]  # and tokens after it
+    alone = run.apply(run.params, np.roll(run.x, -first, axis=1)).out[:, :second]  # followed by other tokens
     expected = np.concatenate([run.whole[:, :first], alone], axis=1)
     return _error(run.apply(run.params, run.x, Context(segments=segments)).out, expected)
 
@@ -217,7 +217,7 @@ def _sharded(run: _Run) -> float:
     with nn.logical_axis_rules((("batch", "data"),)):
         x = jax.device_put(run.x, NamedSharding(mesh, PartitionSpec("data")))
         params = jax.device_put(run.params, NamedSharding(mesh, PartitionSpec()))
-        apply = jax.jit(lambda params, x: _forward(run.layer, params, x).out)  # not `run.apply`, which has no rules
+        apply = jax.jit(lambda params, x: _forward(run.layer, params, x).out)  # not `run.apply`: no rules
         with _during("a call that two devices split"):
             return _error(apply(params, x), run.whole)
 
@@ -237,7 +237,7 @@ LAWS = {
     "its gradients are not finite": _gradients,
     "stacked in a loop, two layers do not give what they give one after another": _stacked,
     "where two devices split the batch, it does not give what it gives on one": _sharded,
-    "a piece of no tokens changes what follows": _no_tokens,  # last: few think of it, and it compiles again
+    "a piece of no tokens changes what follows": _no_tokens,  # last: the rarest concern, and it compiles again
 }
 
 

@@ -1,4 +1,4 @@
-"""Functions of attention of other libraries, and how each is called; `attnlab conform NAME` finds them here."""
+"""Attention functions of other libraries, and how to call each; `attnlab conform NAME` finds them here."""
 
 import functools
 import importlib
@@ -16,12 +16,12 @@ from attnlab.testing.subject import Unsupported, as_attnlab
 
 
 class Peer(NamedTuple):
-    """A function of attention.
+    """An attention function.
 
     Attributes:
       load: imports and returns the function.
-      adapter: its keyword arguments for a call.
-      package: whose version is told.
+      adapter: returns its keyword arguments for a call.
+      package: the package whose version is reported.
     """
 
     load: Callable[[], Callable]
@@ -30,7 +30,7 @@ class Peer(NamedTuple):
 
 
 def pairs(call: AttentionCall):
-    """The mask of a call as a bool array `[B, H, Tq, Tk]`, None without one: for functions that take it so.
+    """The mask of a call as a bool array `[B, H, Tq, Tk]`, for functions that take one; None without a mask.
 
     >>> call = AttentionCall(*3 * [np.ones((1, 2, 1, 4), np.float32)], mask=masks.Causal())
     >>> pairs(call)[0, 0].astype(int)
@@ -42,7 +42,7 @@ def pairs(call: AttentionCall):
 
 
 def _refuse(call: AttentionCall, **offered) -> None:
-    """Raises Unsupported for the parts of a call that a function has no argument for."""
+    """Raise Unsupported if a call has a part that is not `offered`, so that the function has no argument for it."""
     parts = {
         "score mods": bool(call.score_mods),
         "sinks": call.sinks is not None,
@@ -109,7 +109,7 @@ def _torch(call: AttentionCall) -> dict:
 
 
 def _torch_sdpa() -> Callable:
-    """torch's function on NumPy arrays, as a function of JAX with torch's gradients."""
+    """Wrap torch's function, on NumPy arrays, as a JAX function with torch's gradients."""
     torch = importlib.import_module("torch")
     sdpa = torch.nn.functional.scaled_dot_product_attention
 

@@ -1,9 +1,9 @@
-"""A function of the linear recurrence, held to a loop over tokens in NumPy float64, feature by feature.
+"""Check a linear recurrence against a loop over tokens in NumPy float64, feature by feature.
 
     S′_t = diag(e^g_t) S_{t−1}      S_t = S′_t − e_t (r_tᵀ S′_t) + w_t v_tᵀ      o_t = scale · q_tᵀ S_t
 
-with e = r = 0 and w = k; with `beta` β, e = w = βk and r = k (Yang et al. 2024, "Gated Delta Networks"); or e and r
-from `erase`.
+By default e = r = 0 and w = k. With `beta` β, e = w = βk and r = k (Yang et al. 2024, "Gated Delta Networks"). With
+`erase`, e and r are its two arrays.
 """
 
 import math
@@ -22,7 +22,7 @@ from attnlab.testing.subject import FLOATING, Subject, outputs_of
 
 
 class RecurrenceShape(NamedTuple):
-    """The sizes of a call. The length is a multiple of no chunk.
+    """The sizes of a call; the default length is not a multiple of any chunk.
 
     >>> [RecurrenceShape(length=length, features=64, values=64).length for length in (1, 63, 65, 130)]
     [1, 63, 65, 130]
@@ -36,7 +36,7 @@ class RecurrenceShape(NamedTuple):
 
     @property
     def by_head(self) -> tuple[int, int, int]:
-        """The shape of a number for each token and head."""
+        """The shape of an array with one number for each token and head."""
         return self.batch, self.length, self.heads
 
 
@@ -45,13 +45,13 @@ _USUAL = RecurrenceShape()
 
 @dataclass(frozen=True)
 class RecurrenceFeature:
-    """A feature of the recurrence: `fields(rng, shape)` are the arguments that a call has besides q, k and v.
+    """A feature of the recurrence; `fields(rng, shape)` returns the arguments of a call besides q, k and v.
 
     Attributes:
       name: e.g. "beta".
       fields: as above.
-      left_out: names of arguments whose absence is what an implementation without the feature computes.
-      dtype: of q, k and v.
+      left_out: names of the arguments that an implementation without the feature would ignore.
+      dtype: type of q, k and v.
     """
 
     name: str
@@ -61,18 +61,18 @@ class RecurrenceFeature:
     transform: ClassVar[str] = "jit"
 
     def instead(self, call: dict) -> dict[str, dict]:
-        """Calls that an implementation without the feature would compute, as `Feature.instead`."""
+        """Calls that an implementation without the feature would compute, like `Feature.instead`."""
         left = {name: x for name, x in call.items() if name not in self.left_out}
         return {WITHOUT: left} if self.left_out else {}
 
 
 def recurrence_answer(call: dict, d_out=None, dtype=np.float64) -> dict[str, np.ndarray]:
-    """out `[B, T, H, V]`, the last state `[B, H, K, V]`, and with `d_out` the gradients of Σ out·d_out by argument.
+    """Compute out `[B, T, H, V]`, the last state `[B, H, K, V]` and, with `d_out`, the gradients of Σ out·d_out.
 
     Args:
-      call: arguments of `attnlab.linear_recurrence`, NumPy arrays, with as many heads of q, k and v.
-      d_out: `[B, T, H, V]`.
-      dtype: the type that all is computed in.
+      call: arguments of `attnlab.linear_recurrence` as NumPy arrays; q, k and v have the same number of heads.
+      d_out: weights of the outputs, `[B, T, H, V]`.
+      dtype: the type of the whole computation.
 
     >>> call = recurrence_call("beta", seed=0)
     >>> recurrence_answer(call)["out"].shape == call["v"].shape
@@ -120,7 +120,7 @@ def recurrence_answer(call: dict, d_out=None, dtype=np.float64) -> dict[str, np.
         of_erased = -np.einsum("bhkv,bhk->bhv", dS, e[:, t])
         d["r"][:, t] = np.einsum("bhkv,bhv->bhk", decayed, of_erased)
         dS = dS + r[:, t, ..., None] * of_erased[..., None, :]
-        d["decay"][:, t] = (dS * decayed).sum(axis=-1)  # of g, whose exponential is the decay
+        d["decay"][:, t] = (dS * decayed).sum(axis=-1)  # the gradient of g, because the decay is e^g
         dS = np.where(starts[:, t, None, None, None], 0, decay[:, t, ..., None] * dS)
     gradients = {"q": d["q"], "k": d["w"], "v": d["v"], "state": dS}
     if beta is not None:
@@ -141,24 +141,25 @@ def check_recurrence(
     shapes: Sequence[RecurrenceShape] = (_USUAL,),
     dtype: type = np.float32,
 ) -> Report:
-    """Compare a function of the linear recurrence with a loop over tokens, feature by feature.
+    """Compare a linear recurrence function with a loop over tokens, feature by feature.
 
-    Each result may err by four times the error of the loop in float32, plus 4ε(√(K + 3·64) + |G|) of its largest
-    element: what forms by chunks of up to 64 tokens round. |G| is the sum of the logs of decays over 64 tokens, or 104
-    where that is less, since what decays further is 0. So may, in the median, the gradient of a gate, of itself: a
-    difference of running sums has lost it. In bfloat16, in which kernels multiply too, another four roundings.
+    Each result may have four times the error of the loop in float32, plus 4ε(√(K + 3·64) + |G|) of its largest
+    element: the rounding of algorithms with chunks of up to 64 tokens. |G| is the sum of log decays over 64 tokens, at
+    most 104, because anything that decays further is 0. The gradient of a gate must, in the median, also be within this
+    bound relative to itself: a difference of running sums would lose it. bfloat16, in which kernels also multiply, is
+    allowed four more roundings.
 
     Args:
       function: returns the output `[B, T, H, V]`, or (output, last state `[B, H, K, V]`).
-      adapter: returns the function's keyword arguments for arguments of `attnlab.linear_recurrence`, or raises
-        `Unsupported`; None for a function that takes these.
+      adapter: returns the function's keyword arguments for the arguments of `attnlab.linear_recurrence`, or raises
+        `Unsupported`; None for a function that takes the same arguments.
       features: names in `RECURRENCE_FEATURES`, or "all".
       gradients: whether gradients are compared.
       cases: number of calls over all features, at least one for each feature and shape.
       on_row: called with each feature's row when it is known.
-      shapes: sizes of the calls; all but the first have one call for each feature. Kernels for GPUs want e.g.
+      shapes: sizes of the calls; all but the first get one call per feature. GPU kernels need sizes such as
         `RecurrenceShape(length=130, features=64, values=64)`.
-      dtype: of q, k and v in all features but "bfloat16", float32 or `jnp.bfloat16`.
+      dtype: type of q, k and v in all features but "bfloat16": float32 or `jnp.bfloat16`.
 
     Returns:
       a `Report`.
@@ -194,7 +195,7 @@ def _draw(feature: RecurrenceFeature, seed: int, shape: RecurrenceShape) -> Case
 
 
 def recurrence_call(feature: str, seed: int, shape: RecurrenceShape = _USUAL, dtype: str = "float32") -> dict:
-    """The arguments of the call of a feature, a seed, sizes and the type of q, k and v, as `check_recurrence` draws it.
+    """Draw the arguments of a feature's call as `check_recurrence` does; `dtype` is the type of q, k and v.
 
     >>> sorted(recurrence_call("beta", 0))
     ['beta', 'k', 'q', 'v']
@@ -220,12 +221,12 @@ def _judge(subject: Subject, case: Case, found: dict) -> Finding:
 
 
 def _error(case: Case, name: str, found, exact, naive) -> float:
-    """The largest error in units of its bound; infinite where a number is not finite."""
+    """The largest error in units of its bound; infinite if a number is not finite."""
     if not np.isfinite(found).all():
         return math.inf
     of_chunk = min(float(abs(np.asarray(case.call.get("g", 0), np.float64)).max()) * 64, 104)
     floor = 4 * float(np.finfo(np.float32).eps) * (math.sqrt(case.shape.features + 3 * 64) + of_chunk)
-    epsilon = rounding(case.feature.dtype)  # of operands and results; the sums above have float32's
+    epsilon = rounding(case.feature.dtype)  # for operands and results; the sums above round in float32
     floor += 4 * epsilon * (epsilon > float(np.finfo(np.float32).eps))
 
     def ratio(measure, size):
@@ -235,7 +236,7 @@ def _error(case: Case, name: str, found, exact, naive) -> float:
     largest = ratio(np.max, max(abs(exact).max(), 1e-30))
     if name != "the gradient of g" or not exact.any():
         return largest
-    # Gates that nothing passes have the gradient 0.
+    # Where nothing passes through a gate, its gradient is 0.
     return max(largest, ratio(lambda error: np.median(error[exact != 0]), np.where(exact == 0, 1, abs(exact))))
 
 
@@ -248,7 +249,7 @@ def _decay(sizes: str, strongest: float):
 
 
 def _fast(rng, shape):
-    """The state is e^−20 of the one before: gradients of gates are tiny, beside sums that are not."""
+    """Decay the state by about e^−20 per token: gradients of gates are tiny, next to sums that are not."""
     return {"g": -rng.uniform(15, 25, shape.by_head)}
 
 

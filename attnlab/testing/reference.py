@@ -1,8 +1,8 @@
-"""The formula of attention once more, in NumPy, for one call at a time: what every implementation is held to.
+"""The reference for every implementation of attention: the formula in NumPy, for one call at a time.
 
 It shares no line with `attnlab.ops`: visibility is written out for each mask from its definition, and gradients are the
-textbook's, with the whole matrix of weights. In float64 it is exact to some roundings; in another type it is the naive
-computation, whose error says how large errors of that type are.
+textbook's, with the whole weight matrix. In float64 it is exact up to a few roundings. In another type it is the naive
+computation, and its error shows how large errors of that type are.
 
     s_ij = mods(scale · q_i·k_j + bias_ij)      p_ij = e^(s_ij) / (Σ_j e^(s_ij) + e^sink)      o_i = Σ_j p_ij v_j
     dv_j = Σ_i p_ij do_i      ds_ij = p_ij (do_i·v_j − o_i·do_i + dlse_i)      dq_i = Σ_j ds_ij mods′ scale k_j
@@ -19,7 +19,7 @@ from attnlab.ops.call import AttentionCall
 
 
 class Answer(NamedTuple):
-    """The right results of a call: `out` and `lse`, and the gradients of `Σ out·d_out + Σ lse·d_lse` by argument.
+    """The correct results of a call: `out`, `lse`, and the gradients of `Σ out·d_out + Σ lse·d_lse` by argument.
 
     >>> case = draw(FEATURES["causal"], seed=0)
     >>> sorted(answer(case.call, case.d_out, case.d_lse).gradients)
@@ -32,17 +32,17 @@ class Answer(NamedTuple):
 
 
 def attention(call: AttentionCall, d_out=None, d_lse=None, dtype=np.float64, products=None, scores=None) -> Answer:
-    """The results of a call of NumPy arrays, without dropout.
+    """Compute the results of a call with NumPy arrays, without dropout.
 
     Args:
-      call: masks of `attnlab.masks` but `MaskFn`; the score mods `SoftCap`, `ALiBi` and `Forget`.
-      d_out, d_lse: weights of the outputs in the sum that gradients are of; without `d_out` there are none.
-      dtype: the type that all is computed in.
+      call: masks of `attnlab.masks` except `MaskFn`; the score mods `SoftCap`, `ALiBi` and `Forget`.
+      d_out, d_lse: weights of the outputs in the differentiated sum; without `d_out` there are no gradients.
+      dtype: the type of the whole computation.
       products: a narrower type that weights and results are rounded to, as implementations in bfloat16 do.
       scores: a narrower type that scores are rounded to before the softmax.
 
     Returns:
-      out `[*B, Tq, H, Dv]`, lse `[*B, Tq, H]` and the gradients of q, k, v, and of bias and sinks where there are any.
+      out `[*B, Tq, H, Dv]`, lse `[*B, Tq, H]` and the gradients of q, k and v, and of bias and sinks if there are any.
 
     Raises:
       TypeError: a mask or a score mod that has no formula here.
@@ -106,7 +106,7 @@ def attention(call: AttentionCall, d_out=None, d_lse=None, dtype=np.float64, pro
 
 
 def visible(call: AttentionCall) -> np.ndarray:
-    """Which pairs of query and key a call's mask shows, bool `[*B, H, Tq, Tk]`."""
+    """Which keys each query of a call may attend to, bool `[*B, H, Tq, Tk]`."""
     pairs = np.ones((1, 1), bool) if call.mask is None else _visible(call.mask, call)
     return np.broadcast_to(pairs, (*call.batch, call.num_heads, *call.lengths))
 
@@ -117,7 +117,7 @@ def visible_rows(call: AttentionCall) -> np.ndarray:
 
 
 def _visible(mask: masks.Mask, call: AttentionCall) -> np.ndarray:
-    """Broadcasts to `[*B, H, Tq, Tk]`."""
+    """Which keys each query may attend to under one mask; broadcasts to `[*B, H, Tq, Tk]`."""
     i, j = _positions(call)
     match mask:
         case masks.Causal():
@@ -146,7 +146,7 @@ def _visible(mask: masks.Mask, call: AttentionCall) -> np.ndarray:
 
 
 def _positions(call: AttentionCall) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of queries and of keys, `[…, 1, Tq, 1]` and `[…, 1, 1, Tk]`."""
+    """Positions of queries and keys, `[…, 1, Tq, 1]` and `[…, 1, 1, Tk]`."""
     given = (call.q_positions, call.kv_positions)
     i, j = (np.arange(n) if x is None else np.asarray(x) for n, x in zip(call.lengths, given))
     return i[..., None, :, None], j[..., None, None, :]
@@ -157,7 +157,7 @@ def _of_example(x) -> np.ndarray:
 
 
 def _modified(call: AttentionCall, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The scores after the score mods, and their derivatives."""
+    """The scores after the score mods, and the derivatives of the mods at the scores."""
     slope = np.ones_like(s)
     for mod in call.score_mods:
         match mod:
@@ -176,6 +176,6 @@ def _modified(call: AttentionCall, s: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _summed_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The sum over the axes that a bias of a shape shares."""
+    """Sum over the axes along which a bias of this shape is broadcast."""
     x = x.sum(axis=tuple(range(x.ndim - len(shape))))
     return x.sum(axis=tuple(at for at, n in enumerate(shape) if n == 1 and x.shape[at] > 1), keepdims=True)

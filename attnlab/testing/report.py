@@ -1,4 +1,4 @@
-"""The results of a check, feature by feature: rows, and the report of all."""
+"""The results of a check: a row for each feature, and the report of all rows."""
 
 import collections
 import dataclasses
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 Outcome = Literal["right", "wrong", "ignored", "refused", "slow"]
-# Choices in which libraries rightly differ, and what some of them do.
+# Choices in which libraries legitimately differ, and what some libraries do.
 MASKED_ROW, DIAGONAL = "a fully masked row returns", "causal with fewer queries than keys"
 LSE_TYPE = "the lse of bfloat16 is in"
 TOP_LEFT, BOTTOM_RIGHT = "the first query sees the first key", "the last query sees all keys"
@@ -17,7 +17,7 @@ PROFILES = {
     "jax.nn": {MASKED_ROW: "the mean of all values", DIAGONAL: TOP_LEFT},
     "torch": {MASKED_ROW: "0", DIAGONAL: TOP_LEFT},  # NaN before torch 2.5
     "ONNX": {MASKED_ROW: "0", DIAGONAL: TOP_LEFT},  # by its published vectors
-    "flash-attention": {MASKED_ROW: "0", DIAGONAL: BOTTOM_RIGHT},  # the first query sees the first key before 2.1
+    "flash-attention": {MASKED_ROW: "0", DIAGONAL: BOTTOM_RIGHT},  # TOP_LEFT before 2.1
 }
 
 
@@ -27,15 +27,15 @@ class Row:
 
     Attributes:
       feature: its name.
-      outcome: "right"; "wrong"; "ignored", where the output is what the call without the feature returns; "refused";
-        "slow", where memory grows with Tq·Tk though it does not without the feature.
-      why: one line; "" where it is right, unless the bound is wide, as in bfloat16 and TF32.
+      outcome: "right"; "wrong"; "ignored", if the output is the same as without the feature; "refused"; "slow", if
+        memory grows with Tq·Tk only because of the feature.
+      why: one line; "" if the outcome is right, unless the bound is wide, as in bfloat16 and TF32.
       worst: the largest error in units of its bound.
       cases: how many calls were computed.
       gradients: whether gradients were compared.
-      code: Python that shows the smallest call that was found to fail, or "".
-      fault: what wrong rows of one fault have in common: the first result that is wrong, what is computed in its place,
-        or the exception.
+      code: Python code that shows the smallest failing call found, or "".
+      fault: the same text for all rows with the same fault: the first wrong result, what is computed in its place, or
+        the exception.
 
     >>> Row("causal", "refused").cases
     0
@@ -51,18 +51,18 @@ class Row:
     fault: str = ""
 
     def line(self, width: int, like: str = "") -> str:
-        """The row as a line; `like` is the first feature with the same fault."""
+        """Format the row as a line; `like` is the first feature with the same fault."""
         why = f"like {like}: {self.fault}" if like else self.why
         calls = f"{self.cases:3} calls" + ("" if self.gradients or not self.cases else ", no gradients")
         return f"{self.feature:{width}}  {self.outcome:8}{self.worst:8.2f}  {calls}" + (f"  {why}" if why else "")
 
 
 class Report(str):
-    """The results of a check, feature by feature, as a text, which `assert report.ok, report` prints whole in pytest.
+    """The results of a check as a string, so that pytest prints it in full for `assert report.ok, report`.
 
     Attributes:
-      rows: one a feature.
-      meanings: choices in which libraries rightly differ, and what the function does.
+      rows: one per feature.
+      meanings: choices in which libraries legitimately differ, and what the function does.
 
     >>> Report((Row("causal", "right"),)).ok
     True
@@ -72,7 +72,7 @@ class Report(str):
     meanings: dict[str, str]
 
     def __new__(cls, rows: tuple[Row, ...], meanings: Mapping[str, str] = types.MappingProxyType({})):
-        """The report of some rows."""
+        """Create the report of these rows."""
         width, first = max((len(row.feature) for row in rows), default=0), likes(rows)
         lines = [row.line(width, first.get(row.feature, "")) for row in rows]
         lines += [f"{choice}: {made}" for choice, made in meanings.items()]
@@ -87,12 +87,12 @@ class Report(str):
 
     @property
     def ok(self) -> bool:
-        """Whether something was compared, and nothing is wrong or silently ignored."""
+        """Whether something was compared and nothing is wrong or silently ignored."""
         found = {row.outcome for row in self.rows}
         return not found & {"wrong", "ignored"} and bool(found & {"right", "slow"})
 
     def __getitem__(self, feature: str) -> Row:
-        """The row of a feature; KeyError for one that was not checked."""
+        """Return the row of a feature; raise KeyError if it was not checked."""
         rows = {row.feature: row for row in self.rows}
         if feature not in rows:
             raise KeyError(f"{feature!r} was not checked: {', '.join(rows)} were")
@@ -100,12 +100,12 @@ class Report(str):
 
     @property
     def follows(self) -> list[str]:
-        """The names in `PROFILES` that made all the choices that were seen."""
+        """The names in `PROFILES` that make the same choices as the function."""
         return follows(self.meanings)
 
 
 def likes(rows: Iterable[Row]) -> dict[str, str]:
-    """The features whose fault an earlier one has, and the first of these."""
+    """Map each feature that repeats an earlier feature's fault to the first feature with that fault."""
     first, found = {}, {}
     for row in rows:
         if row.outcome in ("wrong", "ignored") and row.fault:
@@ -115,7 +115,7 @@ def likes(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def counts(rows: Sequence[Row]) -> str:
-    """How many features have each outcome, and how many faults the wrong rows have."""
+    """Say how many features have each outcome, and how many distinct faults there are."""
     found = collections.Counter(row.outcome for row in rows)
     parts = [f"{found[outcome]} {outcome}" for outcome in get_args(Outcome) if found[outcome]]
     wrong = found["wrong"] + found["ignored"]
@@ -125,6 +125,6 @@ def counts(rows: Sequence[Row]) -> str:
 
 
 def follows(meanings: Mapping[str, str]) -> list[str]:
-    """The names in `PROFILES` that make all of some choices."""
+    """The names in `PROFILES` that agree with `meanings`, if both choices of the profiles are known."""
     seen = {choice: made for choice, made in meanings.items() if choice in (MASKED_ROW, DIAGONAL)}
     return [name for name, made in PROFILES.items() if len(seen) == 2 and seen.items() <= made.items()]

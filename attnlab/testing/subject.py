@@ -1,4 +1,4 @@
-"""The function that is checked: how it is called, and what it returned."""
+"""The function under test: how it is called and what it returns."""
 
 import functools
 import traceback
@@ -27,15 +27,15 @@ class Unsupported(Exception):  # noqa: N818  the word of an adapter for what its
 
 
 class ResultError(Exception):
-    """A function returned what is neither an output nor (output, lse or state)."""
+    """Raised if a function returns neither an output nor (output, lse or state)."""
 
 
 class AdapterError(ValueError):
-    """An adapter, which belongs to the check and not to what is checked, returned no keyword arguments."""
+    """Raised if an adapter, which is part of the check and not under test, returns no keyword arguments."""
 
 
 def as_attnlab(call: AttentionCall) -> dict:
-    """The keyword arguments of a function that is called as `attnlab.attention` is: those that the call has.
+    """Return a call's arguments as keyword arguments of `attnlab.attention`, without absent ones.
 
     >>> call = AttentionCall(*3 * [np.ones((1, 2, 1, 4), np.float32)], mask=masks.Causal())
     >>> list(as_attnlab(call))
@@ -51,9 +51,9 @@ def as_attnlab(call: AttentionCall) -> dict:
 
 
 def outputs_of(function: Callable, adapter: Callable, second: str, shapes: Callable) -> Callable:
-    """The results of a function by name, "out" and what `second` names, of a call with the shapes `shapes(call)`.
+    """Return a function from a call to its results by name, "out" and `second`, with the shapes `shapes(call)`.
 
-    It raises AdapterError for an adapter that returns no dictionary, ResultError for results of other kinds.
+    It raises AdapterError if the adapter returns no dictionary, and ResultError for results of another kind or shape.
     """
 
     def outputs(call) -> dict:
@@ -77,7 +77,7 @@ def outputs_of(function: Callable, adapter: Callable, second: str, shapes: Calla
 
 
 def failure(error: Exception) -> tuple[str, str]:
-    """(outcome, why) of an error of a stranger's function: "refused" for errors of arguments."""
+    """(outcome, why) for an error of the function under test: "refused" for argument errors."""
     if isinstance(error, Unsupported | ResultError):
         return "refused" if isinstance(error, Unsupported) else "wrong", str(error)
     said = (str(error).strip().splitlines() or [""])[0][:160]
@@ -88,11 +88,11 @@ def failure(error: Exception) -> tuple[str, str]:
 
 
 class Subject:
-    """A function under test, compiled once for each transform, and what was seen of it.
+    """A function under test, compiled once for each transform, with observations of its behavior.
 
     Attributes:
-      outputs: its results by name, for a call.
-      meanings: the choices that it made, in which libraries rightly differ.
+      outputs: returns its results by name, for a call.
+      meanings: its choices where libraries legitimately differ.
       is_quadratic: by feature, whether its memory grows with Tq·Tk.
       types: the types of the results of its last call, by name.
     """
@@ -105,7 +105,7 @@ class Subject:
         self._compiled = {}
 
     def run(self, case: Case, gradients: bool) -> dict[str, np.ndarray]:
-        """The function's results and gradients; the call's arrays are traced, where the function allows it."""
+        """Return the function's results and gradients; the call's arrays are traced if the function allows it."""
         transform, weights = case.feature.transform, {"out": case.d_out, "lse": case.d_lse}
         if transform == "sharded" and jax.device_count() < 4:
             raise Unsupported("it needs four devices, which attnlab conform has")
@@ -148,7 +148,7 @@ def _results(outputs, transform, gradients, call, floating, weights) -> dict:
 
 
 def with_gradients(outputs: Callable, arrays: dict, weigh: Callable[[dict], dict]) -> dict:
-    """The outputs, and the gradients of their sum with the weights `weigh(outputs)`, 0 where it has none, by name."""
+    """Return, by name, outputs and gradients of their sum weighted by `weigh(outputs)`; missing weights are 0."""
     found, pull_back = jax.vjp(outputs, arrays)
     weights = weigh(found)
     weights = {

@@ -1,4 +1,4 @@
-"""A check in a process of its own, which a function of attention may crash: the work of `attnlab conform`.
+"""A check in a separate process, because an attention function may crash it: the work of `attnlab conform`.
 
     python -m attnlab.testing.worker '{"function": "jax.nn.dot_product_attention", …}'
 
@@ -17,10 +17,10 @@ from attnlab.support.errors import UserError
 
 
 def find(name: str, what: str = "the function") -> Callable:
-    """The function that `module:name` or `module.name` names, with the current folder on the path.
+    """Import the function that `module:name` or `module.name` names; the current folder must be on the path.
 
     Raises:
-      UserError: no such module, or nothing of that name in it.
+      UserError: no such module, or no function of that name in it.
     """
     module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     module = module.removesuffix(".py")
@@ -28,7 +28,7 @@ def find(name: str, what: str = "the function") -> Callable:
         raise UserError(f"{name}: expected {what} as module:name")
     try:
         found = importlib.import_module(module)
-    except Exception as error:  # whatever a module raises
+    except Exception as error:  # whatever the module raises
         said = f"{type(error).__name__}: {error}"
         raise UserError(f"{name}: {module} cannot be imported ({said}): mend it, or name another module") from error
     for part in attribute.split("."):
@@ -41,7 +41,7 @@ def find(name: str, what: str = "the function") -> Callable:
 
 
 def subject(function: str, adapter: str | None) -> tuple[Callable, Callable, str]:
-    """(function, adapter, version) of names; without an adapter the adapter of a known peer, if it is one."""
+    """Load (function, adapter, version) by name; without an adapter, known peers use the adapter in `PEERS`."""
     from attnlab.testing import as_attnlab
     from attnlab.testing.peers import PEERS
 
@@ -57,7 +57,7 @@ def subject(function: str, adapter: str | None) -> tuple[Callable, Callable, str
 
 
 def main(asked: dict) -> int:
-    """Check one function, feature by feature, on standard output."""
+    """Check one function and write its results to standard output, feature by feature."""
     import jax
     import jax.numpy as jnp
 
@@ -66,7 +66,7 @@ def main(asked: dict) -> int:
 
     try:
         jax.devices()
-    except RuntimeError as error:  # JAX_PLATFORMS names a missing platform, which no function is to blame for
+    except RuntimeError as error:  # JAX_PLATFORMS names a missing platform: not the function's fault
         raise UserError(f"JAX finds no device: {str(error).splitlines()[0]}") from error
     function, adapter, version = subject(asked["function"], asked["adapter"])
     _say(version=version)
@@ -95,7 +95,7 @@ def _say(**message) -> None:
 
 
 if __name__ == "__main__":
-    # Functions may print: the answers have a stream of their own, and what is printed goes to standard error.
+    # Functions may print: messages get a separate stream, and printed text goes to standard error.
     _OUT = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.path.insert(0, os.getcwd())

@@ -1,8 +1,8 @@
 """Convert models between Hugging Face's `transformers` (files, folders, model objects) and `attnlab.nn.GPT`.
 
-GPT-2, Llama (also Llama 2 and 3, SmolLM), Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), OLMo 2 and Phi-3, and with
-recurrent layers Qwen3-Next (without experts), OLMo Hybrid, Mamba-2 and Bamba; DiffLlama; DeepSeek-V3 (without experts,
-read only). Files are read and written by the safetensors library; `to_hf` returns torch tensors and needs torch.
+Supported are GPT-2, Llama (also Llama 2 and 3, SmolLM), Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), OLMo 2, Phi-3,
+DiffLlama, DeepSeek-V3 (without experts, read only) and, with recurrent layers, Qwen3-Next (without experts), OLMo
+Hybrid, Mamba-2 and Bamba. The safetensors library reads and writes files; `to_hf` needs torch and returns its tensors.
 """
 
 import json
@@ -33,15 +33,15 @@ def from_hf(
 ) -> tuple[GPT, dict]:
     """Load a language model of `transformers` as a `GPT` and its variables.
 
-    Files are mapped into memory and read in pieces, directly into the parameters: this takes about the memory of the
-    parameters, and a device gets only its share.
+    Files are mapped into memory and read in pieces, directly into the parameters. This takes about the memory of the
+    parameters, and each device gets only its share.
 
     Args:
       source: a folder with `config.json` and `model.safetensors` (or its shards), such a `.safetensors` file, an
         object such as `LlamaForCausalLM`, or its state dict.
       config: the content of `config.json` or an object such as `LlamaConfig`; needed for a state dict, or a file
         without one beside it.
-      shardings: tree like the parameters, of `jax.sharding.Sharding`, or a function that returns it for a tree of
+      shardings: tree of `jax.sharding.Sharding` like the parameters, or a function that returns it for a tree of
         shapes. If its layers are stacked (`stack_layers`), so are the layers of the parameters. None for the default
         device.
       dtype: type of the parameters.
@@ -96,15 +96,15 @@ def to_hf(model: GPT, params, *, model_type: str | None = None) -> dict:
     A model without biases gets biases of 0 where the family always has biases (GPT-2).
 
     Args:
-      model: a `GPT` whose options a family has.
+      model: a `GPT` whose options a family supports.
       params: its variables `{"params": …}`.
-      model_type: the family, "llama" etc.; None for the first that has such models.
+      model_type: the family, "llama" etc.; None for the first that supports the model.
 
     Returns:
       Tensors by name, float32; a tied `lm_head.weight` is the embedding.
 
     Raises:
-      UserError: an option that no family has, parameters of another model, or torch is not installed.
+      UserError: an option that no family supports, parameters of another model, or torch is not installed.
 
     >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6, norm="rms", mlp="gated")
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
@@ -130,10 +130,10 @@ def save_hf(
     Args:
       folder: a new folder.
       model, params, model_type: as for `to_hf`; torch is not needed.
-      tokenizer: written as `tokenizer.json`, of any kind; None for none. The tokens that end a text go into
+      tokenizer: any tokenizer, written as `tokenizer.json`; None for none. The tokens that end a text go into
         `config.json`. Copy other files, such as a chat template, from the original model.
       dtype: type of the tensors, float32, bfloat16 or float16.
-      max_shard_bytes: maximal size of a file, which is put together in memory; more bytes become several files with an
+      max_shard_bytes: maximal size of a file, which is assembled in memory; larger models become several files with an
         index.
 
     Returns:
@@ -160,7 +160,7 @@ def save_hf(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} already exists: choose a new folder")
     table = sorted(table, key=lambda tensor: tensor.name)
-    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.unfinished")  # of this call alone
+    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.unfinished")  # unique to this call
     try:
         unfinished.mkdir(parents=True)
         for file, content in contents.items():
@@ -175,7 +175,7 @@ def save_hf(
 
 
 def read_tokenizer(path: Path, vocab_size: int | None = None) -> tokenizers.Tokenizer | None:
-    """Load the tokenizer files in a folder, or beside a file, for a vocabulary's size; None if there are none."""
+    """Load the tokenizer files in a folder, or beside a file, for a vocabulary of this size; None if there are none."""
     return _published().pretrained(path if path.is_dir() else path.parent, vocab_size)
 
 
@@ -186,7 +186,7 @@ def _published():
     return published
 
 
-# Tokens that begin a text, by their usual names; with GPT-2 it is the token that ends one.
+# The usual names of the token that begins a text; GPT-2 uses the token that ends a text.
 _BEGIN = ("<s>", "<bos>", "<|begin_of_text|>", "<|endoftext|>")
 
 

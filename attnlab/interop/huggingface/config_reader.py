@@ -6,7 +6,7 @@ from typing import Any
 
 from attnlab.support.errors import UserError
 
-# Values of `hidden_act`; of several names for one activation, the first is written.
+# Values of `hidden_act`; if an activation has several names, the first is written.
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -17,7 +17,7 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
-# Options that no model reads: origin, tokens, generation, training, and heads of other tasks.
+# Options that no model reads: origin, tokens, generation, training, and heads for other tasks.
 _METADATA = """
 model_type architectures auto_map transformers_version dtype torch_dtype name_or_path tokenizer_class use_cache
 initializer_range bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id id2label label2id
@@ -29,16 +29,16 @@ num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_p
 no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values
 """
 METADATA = frozenset(_METADATA.split())
-# How many heads a model has that predict later tokens, in the words of several families.
+# The number of extra heads that predict later tokens, as several families name it.
 _EXTRA_HEADS = ("num_nextn_predict_layers", "num_mtp_layers")
-# Other options that a model may not read, with the values that have no effect.
+# Other options that some models do not read, with the values that have no effect.
 _NEUTRAL = {"pretraining_tp": 1, "position_embedding_type": "absolute", "partial_rotary_factor": 1}
 
 
 class ConfigReader:
-    """The options of a config.json, or of an object within it; it records which options are read.
+    """Reader of the options in a config.json, or in an object within it; records which options are read.
 
-    Methods that read an option take its default, where a config lacks it. The first default of an option holds.
+    Methods that read an option take its default for configs that lack it. The first default of an option holds.
     """
 
     def __init__(self, options: Mapping[str, Any], name: str, defaults: Mapping[str, Any] = {}):
@@ -54,14 +54,14 @@ class ConfigReader:
         return self._values.get(option) if default is None else self._values.setdefault(option, default)
 
     def within(self, option: str, defaults: Mapping[str, Any] = {}) -> "ConfigReader":
-        """The options of an object, empty if it is missing or null."""
+        """A reader of the options in an object, empty if the object is missing or null."""
         value = self.get(option)
         if not isinstance(value, Mapping | None):
             raise self.error(option, "an object, or null")
         return self._objects.setdefault(option, ConfigReader(value or {}, f"{self.name}: {option}", defaults))
 
     def silence(self, options: str) -> None:
-        """Count options as read, as they do not change what a model computes."""
+        """Count options as read because they do not change what a model computes."""
         self._read |= set(options.split())
 
     def ignore(self, option: str) -> None:
@@ -69,7 +69,7 @@ class ConfigReader:
         self._read.discard(option)
 
     def check_unread(self) -> None:
-        """Raise UserError for an option that was not read, and would change what a model computes."""
+        """Raise UserError for an unread option that would change what a model computes."""
         for option, value in self._options.items():
             if value and option not in self._read:
                 if "experts" in option and "per_tok" not in option:
@@ -84,11 +84,11 @@ class ConfigReader:
         return unread + [f"{option}.{name}" for option, options in self._objects.items() for name in options.unread()]
 
     def error(self, option: str, expected: str) -> UserError:
-        """An error with an option, its value, and the expectation."""
+        """An error that names an option, its value and the expected value."""
         return UserError(f"{self.name}: {option} = {self.get(option)!r} in its config, expected {expected}")
 
     def integer(self, option: str, default: int | None = None, *, null: int | None = None, high: int = 2**31 - 1):
-        """An integer from 1 to `high`; `null` if it is null."""
+        """An integer from 1 to `high`; `null` if the option is null."""
         value = null if self.get(option, default) is None else self.get(option)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
             raise self.error(option, f"an integer from 1 to {high}")
@@ -98,7 +98,7 @@ class ConfigReader:
         return None if self.get(option, default) is None else self.integer(option)
 
     def number(self, option: str, default: float | None = None, *, high: float = sys.float_info.max) -> float:
-        """A number above 0, and at most `high`."""
+        """A number above 0 and at most `high`."""
         value = self.get(option, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= high:
             raise self.error(option, f"a number above 0, at most {high:g}")
@@ -125,14 +125,14 @@ class ConfigReader:
         return value
 
     def activation(self, option: str, default: str) -> str:
-        """attnlab's name of an activation."""
+        """attnlab's name for an activation."""
         value = self.get(option, default)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise self.error(option, f"one of {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[value]
 
     def only(self, **supported) -> None:
-        """Raise UserError for an option with another value than the supported one."""
+        """Raise UserError for an option whose value is not the supported one."""
         for option, value in supported.items():
             if self.get(option) not in (None, value):
                 raise self.error(option, f"{value!r}: GPT supports no other")

@@ -1,6 +1,6 @@
-"""Parts that families share: the options of a Llama, of layers with a window, and of recurrent layers.
+"""Parts that families share: options of Llama-like models, of layers with a window, and of recurrent layers.
 
-Writers take a config whose layers have all their sizes, see `conversion.canonical`.
+Writers take a config whose layers have explicit sizes; see `conversion.canonical`.
 """
 
 import math
@@ -14,12 +14,12 @@ from attnlab.nn.mixers.interface import RecurrentConfig
 from attnlab.nn.mixers.mamba2 import Mamba2Config
 from attnlab.nn.multihead import LocalConfig
 
-_NO_LIMIT = ([0, math.inf], [0, {"__float__": "Infinity"}])  # the second in files of transformers 5
+_NO_LIMIT = ([0, math.inf], [0, {"__float__": "Infinity"}])  # the second is the form of transformers 5
 _RECURRENT = "linear_attention"
 
 
 def llama_like(hf: ConfigReader, *layers: LayerConfig, epsilon: float = 1e-6, tied: bool = False, **fields):
-    """The config of a period of layers, as Llama's but for these fields; `epsilon` and `tied` by default."""
+    """Read a config like Llama's, except for one period of `layers` and `fields`; `epsilon` and `tied` are defaults."""
     width = hf.integer("hidden_size")
     shared = {
         "vocab_size": hf.integer("vocab_size"),
@@ -40,7 +40,7 @@ def llama_like(hf: ConfigReader, *layers: LayerConfig, epsilon: float = 1e-6, ti
 
 
 def attention(hf: ConfigReader, *, kv_heads: int | None = None, head_dim: int | None = None, **options) -> dict:
-    """The options of a layer of attention, with these sizes by default; `fraction` and `inner` as in `rotary.read`."""
+    """The options of an attention layer, with these default sizes; `fraction` and `inner` as in `rotary.read`."""
     width, heads = hf.integer("hidden_size"), hf.integer("num_attention_heads")
     size = hf.integer("head_dim", head_dim, null=max(1, width // heads))
     rotated = {name: options.pop(name) for name in ("fraction", "inner") if name in options}
@@ -54,12 +54,12 @@ def attention(hf: ConfigReader, *, kv_heads: int | None = None, head_dim: int | 
 
 
 def biased(hf: ConfigReader, **options) -> dict:
-    """The same of a family that has biases of attention."""
+    """Like `attention`, for configs that have `attention_bias`."""
     return attention(hf, use_bias=hf.flag("attention_bias", False), **options)
 
 
 def check_divides(hf: ConfigReader) -> None:
-    """Raise UserError unless heads divide the width."""
+    """Raise UserError unless the number of heads divides the width."""
     width = hf.integer("hidden_size")
     if width % hf.integer("num_attention_heads"):
         raise hf.error("num_attention_heads", f"a divisor of hidden_size = {width}")
@@ -70,7 +70,7 @@ def num_layers(hf: ConfigReader, default: int | None = None) -> int:
 
 
 def layer_types(hf: ConfigReader, word: str, default: list[bool]) -> list[bool]:
-    """Whether `layer_types` has a word for each layer, and not full_attention; `default` without the option."""
+    """Whether each layer has the `word` in `layer_types`, and not full_attention; `default` without the option."""
     types, words = hf.get("layer_types"), (word, rotaries.GLOBAL)
     if types is None:
         return default
@@ -82,7 +82,7 @@ def layer_types(hf: ConfigReader, word: str, default: list[bool]) -> list[bool]:
 
 
 def windowed(hf: ConfigReader, local: list[bool], options: dict, **local_options) -> tuple[LayerConfig, ...]:
-    """One period of layers of attention, those with a window where `local`; plain layers if all are alike."""
+    """One period of attention layers, with a window where `local`; one `AttentionConfig` if all are alike."""
     if not any(local):
         return (AttentionConfig(**options),)
     local_options = options | local_options | {"window": hf.integer("sliding_window")}
@@ -93,14 +93,14 @@ def windowed(hf: ConfigReader, local: list[bool], options: dict, **local_options
 
 
 def period(layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
-    """The shortest part that repeats to these layers."""
+    """The shortest sequence whose repetition gives these layers."""
     lengths = range(1, len(layers) + 1)
     length = next(n for n in lengths if all(layer is layers[i % n] for i, layer in enumerate(layers)))
     return tuple(layers[:length])
 
 
 def write_llama_like(config: ModelConfig, **options) -> dict:
-    """The options of a config.json as Llama's, and these."""
+    """The options of a config.json like Llama's, and `options`."""
     layer = attention_of(config)
     return {
         "vocab_size": config.vocab_size,
@@ -121,7 +121,7 @@ def write_llama_like(config: ModelConfig, **options) -> dict:
 
 
 def write_biased(config: ModelConfig, **options) -> dict:
-    """The same of a family that has biases of attention."""
+    """Like `write_llama_like`, for configs that have `attention_bias`."""
     return write_llama_like(config, attention_bias=attention_of(config).use_bias, **options)
 
 
@@ -135,7 +135,7 @@ def are_local(config: ModelConfig) -> list[bool]:
 
 
 def attention_of(config: ModelConfig, *, is_local: bool = False) -> AttentionConfig:
-    """The first layer of attention without a window, or with one; if there is none, the other, or any."""
+    """The first attention layer without a window, or with one if `is_local`; else the other kind, or a placeholder."""
     layers = [layer for layer in config.used if isinstance(layer, AttentionConfig)]
     layers.sort(key=lambda layer: (layer.window is not None) != is_local)
     heads = config.num_heads
@@ -143,7 +143,7 @@ def attention_of(config: ModelConfig, *, is_local: bool = False) -> AttentionCon
 
 
 def recurrent_of(config: ModelConfig, kind: type[RecurrentConfig]) -> RecurrentConfig:
-    """The first layer of a kind, or any."""
+    """The first layer of a kind, or a placeholder."""
     layers = [layer for layer in config.used if isinstance(layer, kind)]
     return layers[0] if layers else kind(heads=1, key_dim=1, value_heads=1, value_dim=2 * config.width)
 
@@ -163,13 +163,13 @@ def hybrid(
 
 
 def check_silu(hf: ConfigReader) -> None:
-    """Raise UserError for another activation than the one of recurrent layers."""
+    """Raise UserError unless the activation is SiLU, as in recurrent layers."""
     if hf.activation("hidden_act", "silu") != "silu":
         raise hf.error("hidden_act", "silu or swish, the activation of GPT's recurrent layers")
 
 
 def by_types(hf: ConfigReader, every: int, *, last: bool = True) -> list[bool]:
-    """Whether each layer is recurrent, by `layer_types`, or all but one of `every`; `last` if that is none."""
+    """Whether each layer is recurrent: by `layer_types`, else all but each `every`-th (if all, the last is `last`)."""
     default = [n % every > 0 for n in range(1, num_layers(hf) + 1)]
     if all(default):
         default[-1] = last
@@ -177,7 +177,7 @@ def by_types(hf: ConfigReader, every: int, *, last: bool = True) -> list[bool]:
 
 
 def read_delta(hf: ConfigReader, *, heads=None, key_dim=None, value_heads=None, value_dim=None, **options):
-    """Layers of Gated DeltaNet; sizes by default, or those that follow from the model's."""
+    """Read a Gated DeltaNet layer; sizes default to the arguments, or else follow from the model's sizes."""
     width, num_heads = hf.integer("hidden_size"), hf.integer("num_attention_heads")
     heads = hf.integer("linear_num_key_heads", heads, null=num_heads)
     key_dim = hf.integer("linear_key_head_dim", key_dim, null=int(0.75 * width / heads))
@@ -204,7 +204,7 @@ def write_delta(config: ModelConfig) -> dict:
 
 
 def read_mamba2(hf: ConfigReader, defaults: Mapping[str, int | str], epsilon: float) -> Mamba2Config:
-    """Layers of Mamba-2; `defaults` of groups, state, heads, their features, convolution and expansion, by option."""
+    """Read a Mamba-2 layer; `defaults`, by option: groups, state, heads, head features, convolution, expansion."""
     limits = hf.get("time_step_limit")
     if limits is not None and (not isinstance(limits, list | tuple) or list(limits) not in _NO_LIMIT):
         raise hf.error("time_step_limit", "[0.0, Infinity]: GPT does not limit time steps")
@@ -227,7 +227,7 @@ def read_mamba2(hf: ConfigReader, defaults: Mapping[str, int | str], epsilon: fl
 
 
 def write_mamba2(config: ModelConfig, options: Iterable[str]) -> dict:
-    """The inverse of `read_mamba2`, with the names of its defaults."""
+    """The inverse of `read_mamba2`; `options` are the names of its defaults."""
     layer = recurrent_of(config, Mamba2Config)
     expand = layer.value_heads * layer.value_dim // config.width
     sizes = layer.heads, layer.key_dim, layer.value_heads, layer.value_dim, layer.conv, expand

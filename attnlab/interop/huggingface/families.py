@@ -1,8 +1,8 @@
-"""The families of models in `transformers` that a `GPT` can be.
+"""The model families of `transformers` that a `GPT` can represent.
 
-A family is two functions, which read a config.json as a `ModelConfig` and write one, and its names of tensors. A reader
-sets what its models are, whatever the defaults of `ModelConfig`. A writer may be called with any model: whether its
-family has the model is known by reading what it writes.
+A family is a function that reads a config.json as a `ModelConfig`, a function that writes one, and its tensor names. A
+reader sets all that defines its models, whatever the defaults of `ModelConfig`. A writer may be called with any model:
+reading its output shows whether the family supports the model.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from attnlab.nn.mixers.mamba2 import Mamba2Config
 from attnlab.support.errors import UserError
 
 DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # of GPT-2
-# Options without effect on the logits of dense models: of experts, of initial values, and of how they are computed.
+# Options without effect on the logits of dense models: for experts, initial values, and how logits are computed.
 _QWEN3_NEXT_SILENT = """
 moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok norm_topk_prob
 output_router_logits router_aux_loss_coef
@@ -36,7 +36,7 @@ scoring_func seq_aux topk_method num_nextn_predict_layers num_mtp_layers qk_head
 _MAMBA2_SILENT = """
 time_step_rank time_step_min time_step_max time_step_floor rescale_prenorm_residual residual_in_fp32 chunk_size
 """
-_EXPERTS = ("moe", "dbrx", "dots1", "mixtral")  # within the model_type of a mixture of experts
+_EXPERTS = ("moe", "dbrx", "dots1", "mixtral")  # parts of the model_type of mixtures of experts
 
 
 class Family(NamedTuple):
@@ -114,7 +114,7 @@ def write_mistral(config: ModelConfig) -> dict:
 
 
 def _read_qwen(hf: ConfigReader, options: dict) -> ModelConfig:
-    """A Qwen2 or Qwen3, whose layers have a window from one on, or by `layer_types`."""
+    """Read a Qwen2 or Qwen3, whose layers have a window from `max_window_layers` on, or by `layer_types`."""
     uses, window = hf.flag("use_sliding_window", False), hf.get("sliding_window", 4096)
     first = hf.integer("max_window_layers", 28) if hf.get("max_window_layers", 28) else 0
     by_number = [uses and window is not None and n >= first for n in range(decoders.num_layers(hf))]
@@ -151,7 +151,7 @@ def write_qwen3(config: ModelConfig) -> dict:
 
 
 def _gemma(hf: ConfigReader, every: int, local: Mapping = {}, logit_cap: float | None = None, **options) -> ModelConfig:
-    """A Gemma 2 or 3, whose layers have a window but one of `every`, or by `layer_types`."""
+    """Read a Gemma 2 or 3, whose layers have a window except each `every`-th, or by `layer_types`."""
     decoders.check_divides(hf)
     hf.silence("hidden_act sliding_window")
     hf.get("sliding_window", 4096)
@@ -277,7 +277,7 @@ def read_mamba2(hf: ConfigReader) -> ModelConfig:
         num_layers=decoders.num_layers(hf, 64),
         num_heads=hf.integer("num_heads", 128),
         width=width,
-        context=hf.integer("max_position_embeddings", 2048),  # not an option of transformers': there is no limit
+        context=hf.integer("max_position_embeddings", 2048),  # not an option of transformers, which has no limit
         positions="none",
         norm="rms",
         norm_epsilon=epsilon,
@@ -379,7 +379,7 @@ FAMILIES = {
 
 
 def family_of(config: Mapping, name: str) -> str:
-    """The `model_type` of a config, "gpt2" where it is missing; UserError for an unsupported one."""
+    """Return the `model_type` of a config, "gpt2" if it is missing; raise UserError if it is unsupported."""
     model_type = config.get("model_type", "gpt2")
     where = f"{name}: model_type = {model_type!r} in its config"
     if not isinstance(model_type, str) or model_type not in FAMILIES:

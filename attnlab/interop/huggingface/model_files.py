@@ -1,4 +1,4 @@
-"""Read and write folders of `transformers`: config.json, and safetensors files, tensor by tensor."""
+"""Read and write folders of `transformers`: config.json and safetensors files, tensor by tensor."""
 
 import contextlib
 import itertools
@@ -22,7 +22,7 @@ _SHARD = re.compile(r"[^/\0]+\.safetensors")
 
 
 class StoredTensor:
-    """A tensor in a file, of which an index reads a part."""
+    """A tensor in a file; indexing it reads a part."""
 
     def __init__(self, stored, name: str):
         self.shape = tuple(stored.get_shape())
@@ -65,7 +65,7 @@ def read_config(path: Path) -> dict:
 
 
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, or of a folder as its index assigns them to files, mapped into memory."""
+    """Map the tensors of a safetensors file, or of the files in a folder's index, into memory."""
     library, found = extras.require("safetensors", "hf", str(path)), {}
     for file, names in weight_files(path).items():
         if not file.is_file():  # a pipe would wait for its writer
@@ -82,7 +82,7 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def weight_files(path: Path) -> dict[Path, list[str] | None]:
-    """The safetensors file at a path, or the files of a folder with the tensors to read from each; None for all.
+    """The safetensors file at a path, or the files of a folder, with the tensors to read from each; None for all.
 
     Raises:
       UserError: a damaged index, or one beside a model.safetensors that it does not name.
@@ -98,7 +98,7 @@ def weight_files(path: Path) -> dict[Path, list[str] | None]:
             found.setdefault(path / name, []).append(tensor)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is not an index of tensors ({error}): restore it") from error
-    if (other := path / WEIGHTS) not in found and other.exists():  # which transformers would read
+    if (other := path / WEIGHTS) not in found and other.exists():  # transformers would read this file
         raise UserError(f"{path} has both {WEIGHTS} and {INDEX}, which does not name it: remove the one that is older")
     return found
 
@@ -106,7 +106,7 @@ def weight_files(path: Path) -> dict[Path, list[str] | None]:
 def write_tensors(
     folder: Path, tensors: Sequence[Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype, max_shard_bytes: int
 ) -> None:
-    """Write tensors beside config.json to one safetensors file, or to several with an index; `arrays` in equal order.
+    """Write tensors beside config.json to one safetensors file, or several with an index; `arrays` keeps their order.
 
     Raises:
       OSError: a file cannot be written.
@@ -123,7 +123,7 @@ def write_tensors(
             save_file(state, folder / name, metadata={"format": "pt"})
         except library.SafetensorError as error:
             raise OSError(str(error)) from error
-        shutil.copymode(folder / "config.json", folder / name)  # the library's files are for their owner alone
+        shutil.copymode(folder / "config.json", folder / name)  # the library makes files that only their owner can read
     if len(shards) > 1:
         total = sum(_bytes(tensor, dtype) for tensor in tensors)
         index = {"metadata": {"total_size": total}, "weight_map": places}

@@ -12,15 +12,15 @@ _FAST_TURNS = {"llama3": 4.0, "yarn": 32.0}  # defaults
 
 
 def option_of(hf: ConfigReader) -> str:
-    """The option that has the rotary positions."""
+    """The name of the option that holds the rotary positions."""
     return "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
 
 
 def read(hf: ConfigReader, head_dim: int, *, fraction: float | None = None, inner: bool = False) -> Rotary:
     """The rotary positions of all layers.
 
-    `fraction` is the default of partial_rotary_factor, None for a family without it, which rotates all features; it may
-    be `inner`, within rope_parameters alone.
+    `fraction` is the default of partial_rotary_factor; None for a family without this option, which rotates all
+    features. With `inner`, the option is read only within rope_parameters.
     """
     hf.get("original_max_position_embeddings")  # no effect without scaling
     outer = {"rope_theta": hf.get("rope_theta", 10_000.0), "partial_rotary_factor": fraction}
@@ -36,13 +36,13 @@ def read(hf: ConfigReader, head_dim: int, *, fraction: float | None = None, inne
 
 
 def is_off(hf: ConfigReader) -> bool:
-    """Whether a null rope_theta says that there are no positions."""
+    """Whether rope_theta is null, which means no positions."""
     rope, base = hf.get(option_of(hf)), hf.get("rope_theta", 10_000.0)
     return (rope.get("rope_theta", base) if isinstance(rope, Mapping) else base) is None
 
 
 def read_two(hf: ConfigReader) -> tuple[Rotary, Rotary]:
-    """The rotary positions of Gemma 3, of global and of local layers."""
+    """The rotary positions of global layers and of local layers in Gemma 3."""
     both = hf.within("rope_parameters")
     if hf.get("rope_parameters") and not any(map(both.get, (GLOBAL, LOCAL))):
         raise hf.error("rope_parameters", f"an object with {GLOBAL} and {LOCAL}")
@@ -94,7 +94,7 @@ def _fraction(hf: ConfigReader, rope: ConfigReader, kind: str, partial: bool) ->
     fraction = rope.optional_number(option) or 1.0
     if partial or fraction == 1:
         return fraction
-    if kind != "default":  # where transformers fails
+    if kind != "default":  # transformers fails here
         raise rope.error(option, f"1, as positions of kind {kind!r} rotate all features of this family")
     for options in (hf, rope):
         options.ignore(option)
@@ -102,7 +102,7 @@ def _fraction(hf: ConfigReader, rope: ConfigReader, kind: str, partial: bool) ->
 
 
 def _attention_factor(rope: ConfigReader) -> float | None:
-    """The factor in a config, or from mscale and mscale_all_dim; None for `Rotary`'s default."""
+    """The factor in a config, or computed from mscale and mscale_all_dim; None for `Rotary`'s default."""
     factor = rope.optional_number("attention_factor")
     mscale, all_dim = map(rope.number_or_off, ("mscale", "mscale_all_dim"))
     if factor is not None or mscale is None or all_dim is None:
@@ -112,7 +112,7 @@ def _attention_factor(rope: ConfigReader) -> float | None:
 
 
 def score_factor(hf: ConfigReader) -> float:
-    """The factor of DeepSeek's scores with scaled positions, which mscale_all_dim sets."""
+    """The factor of DeepSeek's scores for scaled positions, set by mscale_all_dim."""
     rope = hf.within(option_of(hf))
     if (rope.get("rope_type") or rope.get("type") or "default") == "default":
         return 1.0

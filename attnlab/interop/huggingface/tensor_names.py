@@ -1,4 +1,4 @@
-"""The names of the tensors in state dicts of `transformers`, beside the parameters of a `GPT`; see `tensors.named`."""
+"""Tables of the tensor names in state dicts of `transformers` and a `GPT`'s parameters; see `tensors.named`."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -28,17 +28,17 @@ _MAMBA2 |= {name: name for name in ("A_log", "D", "dt_bias")}
 
 
 class Names(NamedTuple):
-    """The names of a family's tensors, where they differ from Llama's.
+    """The names of a family's tensors; the defaults are Llama's.
 
     Attributes:
-      layers: by the kind of a layer, a part of its names, and their table; or a function of the layer to its table.
-      mlp: the same of feed-forward layers.
-      norms: of blocks, by `norm_at`.
-      top: the embedding, and others outside the blocks.
-      model: the part before all names.
+      layers: by kind of layer, a part of its names and their table, or a function from the layer to its table.
+      mlp: the same for feed-forward layers.
+      norms: tables for the norms of blocks, by `norm_at`.
+      top: table for the embedding and other tensors outside the blocks.
+      model: the prefix of all names.
       blocks: the part before the numbers of blocks.
-      file_parts: parts of names in files, with the names in the state dict; tensors that have the same name there are
-        one, joined in this order.
+      file_parts: parts of names in files, with the names in the state dict; tensors that get the same name there are
+        joined in this order.
     """
 
     layers: Mapping[str, tuple[str, Mapping[str, str] | Callable[[Layer], Mapping[str, str]]]]
@@ -106,16 +106,16 @@ DEEPSEEK_V3 = Names({"latent": ("self_attn", _latent)})
 
 
 def kind_of(layer: LayerConfig) -> str:
-    """The kind of a layer, "attention" with a window or without."""
+    """The kind of a layer, "attention" with or without a window."""
     return "attention" if layer.kind == "local" else layer.kind
 
 
 def table(
     config: ModelConfig, names: Names, shapes: Mapping[str, tuple], prefix: str, interleaved: bool, **options
 ) -> list[Tensor]:
-    """The tensors of a model whose parameters have these shapes, by path.
+    """The tensors of a model; `shapes` has the shapes of its parameters by path.
 
-    `interleaved` if rotary positions rotate pairs of neighbours; `options` as of `tensors.named`.
+    `interleaved` says that rotary positions rotate pairs of neighbours; `options` are as for `tensors.named`.
     """
     named = functools.partial(tensors.named, shapes, **options)
     found = [*named(prefix, "", names.top), *named("", "", {"lm_head": "output"})]
@@ -132,13 +132,13 @@ def table(
 
 
 def _details(layer: Layer, interleaved: bool) -> dict[str, dict[str, Any]]:
-    """Fields of the tensors of a layer, by the parameters in them: the order of outputs, and constants."""
-    if isinstance(layer, DifferentialAttention):  # a value of ours is two heads, and the heads' norm has no weights
+    """Extra fields of a layer's tensors, by the parameters in them: orders of outputs, and constants."""
+    if isinstance(layer, DifferentialAttention):  # our value is two of their heads; their norm has no weights
         size, half = layer.head_dim, layer.kv_heads // 2
         heads = [head for pair in range(half) for head in (pair, pair + half)]
         order = tuple(head * size + feature for head in heads for feature in range(size))
         return {"value": {"order": order}, "norm": {"constant": 1.0}}
-    if isinstance(layer, LatentAttention) and interleaved:  # pairs of neighbours are our halves
+    if isinstance(layer, LatentAttention) and interleaved:  # our pairs are not neighbours but in two halves
 
         def order(plain):
             end = plain + layer.rope_dim

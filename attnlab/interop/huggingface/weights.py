@@ -1,4 +1,4 @@
-"""The parameters of a `GPT` from a state dict with the names of `transformers`, and back."""
+"""Convert a state dict with the names of `transformers` to the parameters of a `GPT`, and back."""
 
 from collections.abc import Mapping
 
@@ -71,7 +71,7 @@ def prepared(model: GPT, params, family: str, transposed: bool = False) -> tuple
 
 
 def _without_padding(params, vocab_size: int) -> dict:
-    """Parameters without the rows that pad the tables of tokens, to which the other framework would give weight."""
+    """Parameters without the padding rows of token tables, which the other framework would treat as tokens."""
     tables = {
         name: {"embedding": params[name]["embedding"][:vocab_size]} for name in ("embed", "output") if name in params
     }
@@ -79,7 +79,7 @@ def _without_padding(params, vocab_size: int) -> dict:
 
 
 def _with_scales_folded(params) -> dict:
-    """Parameters whose heads' norms have the scale 1, and their `out` kernels the scale, for the same outputs."""
+    """Parameters with the scales of head norms folded into the `out` kernels, which leaves outputs unchanged."""
     flat = traverse_util.flatten_dict(params, sep="/")
     for path in [path for path in flat if path.endswith("/attention/norm/scale")]:
         out = path.replace("/norm/scale", "/out/kernel")
@@ -99,14 +99,14 @@ def _stacked_as(like, table: list[Tensor], shapes) -> tuple[list[Tensor], dict]:
 
 
 def _shapes(model: GPT) -> dict:
-    """The shapes of a model's parameters; one period of layers is traced, as a damaged config may have many."""
+    """The shapes of a model's parameters; traces one period of layers, because a damaged config may have many."""
     layers, period = model.config.num_layers, len(model.config.layers[: model.config.num_layers])
     shapes = tensors.shapes_of(model.replace(num_layers=period), _TOKENS)
     return shapes | {f"block_{n}": shapes[f"block_{n % period}"] for n in range(layers)}
 
 
 def _table(model: GPT, family: str, shapes, prefix=None, transposed: bool = False, interleaved: bool = False):
-    """The tensors of a model; GPT-2 has kernels `[in, out]`, but nanoGPT `[out, in]`, as others do."""
+    """The tensors of a model; kernels are `[in, out]` in GPT-2 but `[out, in]` in nanoGPT and other families."""
     names, config = FAMILIES[family].names, model.config
     shapes = tensors.flat_shapes(shapes)
     shapes |= {path: (config.vocab_size, config.width) for path in _TABLES if path in shapes}  # without padding
@@ -116,7 +116,7 @@ def _table(model: GPT, family: str, shapes, prefix=None, transposed: bool = Fals
 
 
 def _renamed(state: Mapping, names: Mapping[str, str]) -> Mapping:
-    """A state dict of a file with the names that transformers' modules have; `names` as in `Names.file_parts`."""
+    """Rename a file's state dict as in transformers' modules; `names` as in `Names.file_parts`."""
     order = list(names)
     found = {}
     for key in state:
@@ -130,7 +130,7 @@ def _renamed(state: Mapping, names: Mapping[str, str]) -> Mapping:
 
 
 def _joined(parts, name: str) -> np.ndarray:
-    """Tensors that follow one another along the first axis, as one."""
+    """Concatenate tensors along the first axis."""
     return np.concatenate([tensors.as_numpy(part[:], name) for part in parts])
 
 
@@ -141,7 +141,7 @@ def _without_parameters(model: GPT, prefix: str) -> list[str]:
 
 
 def _extra_heads(state: Mapping, model: GPT, prefix: str) -> list[str]:
-    """Names of the layers after the last that are heads for later tokens."""
+    """Names of the tensors in layers after the last that are heads for later tokens."""
     numbered = {key: key.removeprefix(f"{prefix}layers.").partition(".")[0] for key in state}
     heads = {n for key, n in numbered.items() if n.isdigit() and key == f"{prefix}layers.{n}.eh_proj.weight"}
     return [key for key, n in numbered.items() if n in heads and int(n) >= model.config.num_layers]
