@@ -1,4 +1,4 @@
-"""Which variant of a model is better: `attnlab.comparing.compare`, and its table as records, `read`."""
+"""Compare variants of a model (`compare`), and read the resulting table as records (`read`)."""
 
 from attnlab.comparing.comparison import Comparison, compare
 from attnlab.comparing.table import read

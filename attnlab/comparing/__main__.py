@@ -1,4 +1,4 @@
-"""Measure a variant on its finished runs, in a process of its own: see `measuring`."""
+"""Measure a variant on its finished runs, in a separate process: see `measuring`."""
 
 import sys
 
@@ -7,7 +7,7 @@ from attnlab.comparing import measuring
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, with compiled programs that other processes find; returns the exit code."""
+    """Measure with the shared cache of compiled programs, and return the exit code."""
     compilation.keep_programs()
     return measuring.main(argv)
 

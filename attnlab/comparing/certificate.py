@@ -1,4 +1,4 @@
-"""Whether the operators of a model conform to the specification, in the type and with the features that it uses."""
+"""Check a model's operators against the specification, in the dtype and with the features that the model uses."""
 
 import functools
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from attnlab.nn.layer import LayerConfig
 from attnlab.nn.multihead import MultiHeadAttention
 from attnlab.testing import SHAPES, Row, check_attention, check_recurrence
 
-# The features of `attnlab.testing.RECURRENCE_FEATURES` that a kind of layer is an instance of. GRU and convolutions are
-# neither attention nor the recurrence: they have no specification here.
+# The features of `attnlab.testing.RECURRENCE_FEATURES` that each kind of layer uses. GRU and convolutions are neither
+# attention nor the recurrence, so they have no specification here.
 RECURRENCES = {
     "linear": ("plain", "state"),
     "retention": ("decay", "state"),
@@ -26,20 +26,20 @@ RECURRENCES = {
     "rwkv7": ("erase", "decay by feature", "scale", "state"),
     "hgrn2": ("decay by feature", "strong decay by feature", "scale", "state"),
 }
-CASES = 2  # of a feature
+CASES = 2  # per feature
 
 
 def of_model(model: GPT) -> dict:
-    """The certificate of a model's operators, as a comparison records it.
+    """Certify a model's operators, in the form that a comparison records.
 
     Returns:
-      conforms: whether all are right; None where none has a specification.
-      worst: the largest error in units of its bound; None likewise.
-      features: those that were checked, by kind of layer, of a second one of a kind with its number.
-      wrong: what is not right, each a sentence.
+      conforms: whether all operators are right; None if none has a specification.
+      worst: the largest error in units of its bound; None if none has a specification.
+      features: the features that were checked, by kind of layer; a second layer of a kind has its number appended.
+      wrong: a sentence for each failed check.
     """
     layers = {}
-    for layer in model.config.used:  # two may have one kind
+    for layer in model.config.used:  # several may have the same kind
         number = sum(other.kind == layer.kind for other in layers.values())
         layers[f"{layer.kind} {number + 1}" if number else layer.kind] = layer
     features = {name: features_of(model, layer) for name, layer in layers.items()}
@@ -67,7 +67,7 @@ def _rows(layer: LayerConfig, features: tuple[str, ...]) -> tuple[Row, ...]:
 
 
 def features_of(model: GPT, config: LayerConfig) -> tuple[str, ...]:
-    """The features that a layer of a model uses; none where it has no specification, as with code of a user."""
+    """Return the features that a layer uses; none if it has no specification, as for user-defined code."""
     if is_custom(config.kind) or getattr(config, "score_mod", None) is not None:
         return ()
     layer, is_half = config.make(model.config), jnp.dtype(model.dtype) == jnp.bfloat16

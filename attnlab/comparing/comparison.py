@@ -36,11 +36,11 @@ from attnlab.training.program import shared_programs
 from attnlab.training.workdir import read_config
 
 MARKER, PAGE = "comparison.json", "comparison.html"
-# The seeds that choose learning rates come so far after the first one that is compared: their number moves no other.
+# The first tuning seed comes this far after the first compared one, so that neither count changes the other's seeds.
 TUNING = statistics.MOST_SEEDS
-# Where the config does not say otherwise: samples would be compiled for each variant.
+# Defaults for comparisons; sampling would compile one more program per variant.
 DEFAULTS = {"sample.length": 0, "log.tensorboard": False}
-# Fields of the config, which the caller's own come before.
+# Config fields of each task; fields that the caller sets take precedence.
 TASKS = {
     "text": {},
     "recall": {"data.name": "task:recall pairs=4 rewrites=8 symbols=16", "model.context": 28},
@@ -52,13 +52,13 @@ TASKS = {
 
 
 class Comparison:
-    """The results of `compare`; in a notebook it is shown as its answer and its table.
+    """The results of `compare`; a notebook shows the answer and the table.
 
     Attributes:
-      rows: the records of all tables, one for each variant, see docs/guide/comparing.md; of several tasks with "task".
+      rows: records of all tables, one per variant, with a "task" if there are several: see docs/guide/comparing.md.
       sentences: the answer, a sentence for each variant but the first.
-      page: of everything, `comparison.html`.
-      failed: the errors of runs that failed, by name.
+      page: path of the full report, `comparison.html`.
+      failed: errors of failed runs, by name.
 
     >>> Comparison({}, Path("comparison.html")).rows  # of `compare`, which has an example, a row for each variant
     []
@@ -80,20 +80,20 @@ class Comparison:
         return rows[variant]
 
     def table(self, task: str | None = None) -> str:
-        """The columns that answer the question, as text."""
+        """Format the columns that answer the question as text."""
         return self._part(task).sections[0].table.text()
 
     def workdirs(self, variant: str, task: str | None = None) -> list[Path]:
-        """The folders of a variant's runs, which `attnlab.load` takes."""
+        """Return the folders of a variant's runs, for `attnlab.load`."""
         return self._part(task).workdirs[variant]
 
     def curves(self, variant: str, task: str | None = None) -> list[np.ndarray]:
-        """Each run's validations, `[n, 3]`: tokens, seconds at the speed of the race (NaN without one), and loss."""
+        """Each run's validations, `[n, 3]`: tokens, seconds at the race's speed (NaN without a race), and loss."""
         speeds = {row["variant"]: row["train_tokens_per_second"] for row in self._part(task).rows}
         return [protocols.curve(workdir, speeds[variant] or np.nan) for workdir in self.workdirs(variant, task)]
 
     def frame(self):
-        """The rows as a data frame of pandas, which must be installed."""
+        """Return the rows as a pandas DataFrame; pandas must be installed."""
         import pandas
 
         return pandas.DataFrame(self.rows)
@@ -144,27 +144,27 @@ def compare(
 ) -> Comparison:
     """Train variants of a model side by side, each at its best learning rate, and say which are better than the first.
 
-    Each run has a folder of its own in `workdir`; the same call goes on where it was stopped, and keeps what is there.
+    Each run has its own folder in `workdir`. Repeating the call resumes where it stopped, and keeps finished runs.
 
     Args:
-      config: the name of an experiment, "quickstart"; a `RunConfig`, or a modified `attnlab.config.default()`; or a
-        list of words of a command line.
-      variants: by name, what makes each: fields of the config, `{"model.positions": "alibi"}` or as a text
-        "model.positions=alibi"; all layers: the config of a layer, a class of layers, a mask, a score mod, or a
-        function of scores, see docs/guide/own.md; or a function from a `RunConfig` to another. The others are compared
-        with the first.
-      workdir: gets the runs, a table and the page.
-      seeds: of each variant, from the config's on: 2 to 1,000.
-      tuning_seeds: others, on which the learning rate is chosen; None for 3 where runs are trained together, else 1.
-      learning_rates: to choose from; by default 1/9, 1/3, 1 and 3 times the config's.
+      config: the name of an experiment, such as "quickstart"; a `RunConfig`, or a modified `attnlab.config.default()`;
+        or a list of command-line words.
+      variants: the definition of each, by name. It is config fields, as `{"model.positions": "alibi"}` or as the text
+        "model.positions=alibi"; or what all layers use: a layer config, a class of layers, a mask, a score mod, or a
+        function of scores, see docs/guide/own.md; or a function from one `RunConfig` to another. The others are
+        compared with the first.
+      workdir: the folder for the runs, a table and the page.
+      seeds: number of seeds per variant, starting with the config's: 2 to 1,000.
+      tuning_seeds: number of other seeds, which choose the learning rate; None for 3 if runs train together, else 1.
+      learning_rates: rates to choose from; by default 1/9, 1/3, 1 and 3 times the config's.
       extensions: how often a variant whose best learning rate is the lowest or highest tries one more beyond it.
-      tasks: names of `TASKS`, or "task:recall pairs=4", or fields by name; each has a table.
-      match: "parameters", "flops" or "state": the size that all have in common, by the width of feed-forward layers, or
-        for the state of the model.
-      match_length: of the text whose state is matched; None for the context.
+      tasks: names from `TASKS`, specifications like "task:recall pairs=4", or fields by name; each gets a table.
+      match: the size to match, "parameters", "flops" or "state", by the width of the feed-forward layers, or of the
+        model for "state".
+      match_length: number of tokens at which the state is matched; None for the context.
       together: how many runs of one program are trained as one; "auto": all on a GPU, one on CPUs.
-      jobs: processes at a time; 0 trains in this one, which values that live in it alone need.
-      check: custom layers, by `attnlab.testing.check_layer`, before any run.
+      jobs: processes at a time; 0 trains in this process, which is necessary for values that exist only here.
+      check: whether to check custom layers with `attnlab.testing.check_layer` before any run.
 
     Raises:
       UserError: an unusable config, variant or folder, before any run.
@@ -197,23 +197,23 @@ def compare(
 
 
 def _call(config, variants: Mapping[str, Any], workdir: str, arguments: Mapping[str, Any], seeds: int) -> str:
-    """The call of `compare` over some seeds, as text."""
+    """Format the call of `compare` with a number of seeds as text."""
     usual = inspect.signature(compare).parameters
     chosen = "".join(f", {name}={x!r}" for name, x in arguments.items() if repr(x) != repr(usual[name].default))
     return f"attnlab.comparing.compare({config!r}, {dict(variants)!r}, workdir={workdir!r}, seeds={seeds}{chosen})"
 
 
 def default_tuning_seeds(together: int | str, jobs: int) -> int:
-    """Three where several runs are trained as one program, which cost little more than one; else one."""
+    """Return 3 if several runs are trained as one program, because they cost little more than one run; else 1."""
     return 3 if training_runs.go_together(together, jobs) else 1
 
 
 def run(
     parts: Sequence[Part], folder: Path, *, check: bool, together: str, jobs: int, command: Callable[[int], str]
 ) -> Comparison:
-    """Train, measure and report the parts of a comparison, in so many processes at a time, or in this one for 0.
+    """Train, measure and report the parts of a comparison, in `jobs` processes at a time, or in this one for 0.
 
-    With `check` the custom layers are checked before. `command` is the command for a number of seeds.
+    With `check`, custom layers are checked first. `command(n)` is the command for n seeds.
     """
     first = parts[0]
     base = first.protocol.config
@@ -236,7 +236,7 @@ def run(
 
 
 def _given(config) -> tuple[RunConfig, set[str]]:
-    """The config of an argument of `compare`, and the fields of it that the caller chose, which no task changes."""
+    """Return the config for the argument of `compare`, and the fields that the caller set, which no task changes."""
     if isinstance(config, str):
         return experiments.load(config), set()
     if isinstance(config, list | tuple):
@@ -263,7 +263,7 @@ def parts(
     known_tasks: Mapping[str, Mapping] = {},
     published: Mapping[str, Published] = {},
 ) -> list[Part]:
-    """The parts of a comparison, checked before anything starts; arguments as of `compare`, `chosen` fields stay."""
+    """Build and check all parts before anything starts; arguments as for `compare`. No task changes `chosen` fields."""
     named_variants = variants_.of_values(variants)
     config.check_effects()
     numbers = {"seeds": (seeds, 2), "tuning_seeds": (tuning_seeds, 1), "extensions": (extensions, 0)}
@@ -300,13 +300,13 @@ def parts(
             matched = variants_.matched(named_variants, own, vocab_size(part), match, match_length)
             part = part._replace(variants=matched)
         for variant in part.variants:
-            protocol.final(variant, protocol.rates[0])  # raises the errors of its config
+            protocol.final(variant, protocol.rates[0])  # raises if its config is invalid
         found.append(part)
     return found
 
 
 def _tasks(tasks, known: Mapping) -> dict[str, dict[str, Any]]:
-    """The fields of each task by name; {"": {}} for the config's text alone."""
+    """Return the fields of each task by name; {"": {}} if there are none, for the config's text."""
     known, found = TASKS | dict(known) | (dict(tasks) if isinstance(tasks, Mapping) else {}), {}
     if len(set(tasks)) < len(tasks):
         raise ArgumentError("tasks", tasks, "name each once")
@@ -324,14 +324,14 @@ def _tasks(tasks, known: Mapping) -> dict[str, dict[str, Any]]:
 
 
 def vocab_size(part: Part) -> int:
-    """Tokens of the vocabulary of a part's text or task."""
+    """Vocabulary size of a part's text or task."""
     with tempfile.TemporaryDirectory() as nowhere:
         found = texts.load(part.config_of(part.variants[0]), texts.Workdir(Path(nowhere) / "new"))
         return found.tokenizer.vocab_size
 
 
 def check_layers(parts: Sequence[Part]) -> None:
-    """Raise UserError for the first failed check of a layer with code, a mask or a score mod of the user."""
+    """Raise UserError for the first failed check of a layer with user-defined code, mask or score mod."""
     found = []
     for part in parts:
         for variant in part.variants:
@@ -383,7 +383,7 @@ def _compare(part: Part, runner: training_runs.Runner, command: Callable[[int], 
 
 
 def _tune(part: Part, runner: training_runs.Runner) -> tuple[dict[str, Rate], dict[str, str]]:
-    """The learning rate of each variant, extended where it is at an edge; and the errors of runs that failed."""
+    """Tune each variant's learning rate, extending the rates at an edge; also return the errors of failed runs."""
     protocol, folder = part.protocol, part.folder
     tried, rates, failed, ended = dict.fromkeys(part.variants, protocol.rates), {}, {}, set()
     for extension in range(protocol.extensions + 1):
@@ -398,7 +398,7 @@ def _tune(part: Part, runner: training_runs.Runner) -> tuple[dict[str, Rate], di
 
 
 def _replicate(part: Part, final, measured) -> list[page.Section]:
-    """A part's results beside the published ones; nothing where there are none."""
+    """Compare a part's results with the published ones; return no section if there are none."""
     if part.published is None:
         return []
     results, step = replication.results(part.published, part.protocol, part.folder, final, measured)
@@ -417,7 +417,7 @@ def _train(points, folder: Path, runner: training_runs.Runner) -> dict[str, str]
 
 
 def _finished(final, folder: Path, failed: Mapping[str, str]) -> dict[str, list[Path]]:
-    """The folders of the finished runs of each variant that has some."""
+    """Return the folders of the finished runs of each variant that has any."""
     found = {}
     for name, points in final.items():
         workdirs = [folder / point.name for point in points if point.name not in failed]
@@ -426,7 +426,7 @@ def _finished(final, folder: Path, failed: Mapping[str, str]) -> dict[str, list[
 
 
 def _about(part: Part, final, measured: Mapping[str, Mapping]) -> dict[str, str]:
-    """The circumstances of results, by name."""
+    """Describe how the results were obtained, by name."""
     (first, *_), *_ = final.values()
     config, model, workdir = first.config, first.config.model, part.folder / first.name
     saved = read_config(workdir) if (workdir / "config.json").exists() else {}

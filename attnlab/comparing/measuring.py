@@ -1,4 +1,4 @@
-"""Measure a variant's costs, and its losses beyond the context, on its finished runs; or race several variants.
+"""Measure a variant's costs and its losses beyond the context, on its finished runs; or race several variants.
 
 python -m attnlab.comparing [--import=FILE] [--run=FILE] [--race] OUT.json WORKDIR WORKDIR …
 """
@@ -33,14 +33,14 @@ from attnlab.training import text as texts
 from attnlab.training.program import TrainProgram
 from attnlab.training.workdir import Workdir
 
-FURTHEST = 4  # context at which losses are measured, over the training's
-TASK_LENGTHS = (1, 2, 4, 8)  # of sequences of a task, over the training's context
-SPANS = ((0, 1), (1, 2), (2, FURTHEST))  # of positions, over the training's context
+FURTHEST = 4  # longest context at which losses are measured, in multiples of the training context
+TASK_LENGTHS = (1, 2, 4, 8)  # lengths of a task's sequences, in multiples of the training context
+SPANS = ((0, 1), (1, 2), (2, FURTHEST))  # ranges of positions, in multiples of the training context
 
 
 @versions.taken_once()
 def main(argv: list[str] | None = None) -> int:
-    """Measure and write the file; returns the exit code."""
+    """Measure, write the file, and return the exit code."""
     words = (sys.argv if argv is None else argv)[1:]
     out, *names = (word for word in words if not word.startswith("--"))
     workdirs = list(map(Path, names))
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measured(workdirs: list[Path]) -> dict:
-    """The measurements of one variant, by column of the table, on its finished runs, which differ in the seed alone."""
+    """Measure one variant, by table column, on its finished runs, which differ only in the seed."""
     runs = [loading.load(workdir) for workdir in workdirs]
     with precision.products(runs[0].config.precision):
         found = _costs(runs[0]) | _results(runs, workdirs)
@@ -97,9 +97,9 @@ def _results(runs: list[loading.Run], workdirs: list[Path]) -> dict:
 
 
 def _accuracies(task: named.Task, runs: list[loading.Run]) -> dict:
-    """The accuracy at answers in the second half of longer sequences, a mean over runs; and of each run, by length.
+    """Measure accuracy at answers in the second half of longer sequences: the mean over runs, and each run's by length.
 
-    Also the number of answers by length, whose inverse is the step between two accuracies.
+    Also return the number of answers by length, because its inverse is the step between two accuracies.
     """
     config, by_length, answers = runs[0].config, {}, {}
     for times in TASK_LENGTHS if extends(runs[0].model) else TASK_LENGTHS[:1]:
@@ -128,9 +128,9 @@ def _accuracy(answer: Callable, batches: HeldOutBatches) -> tuple[float, int]:
 
 
 def _losses_by_position(run: loading.Run, workdir: Path) -> np.ndarray:
-    """Mean loss at each position, `[positions]`, in windows as long as positions and text allow."""
+    """Mean loss at each position, `[positions]`, in the longest windows that positions and text allow."""
     for times in range(FURTHEST if extends(run.model) else 1, 1, -1):
-        with contextlib.suppress(UserError):  # a text that is too short
+        with contextlib.suppress(UserError):  # the text is too short
             return _mean_losses(run, _longer(run.config, times), workdir)
     return _mean_losses(run, _longer(run.config, 1), workdir)
 
@@ -156,13 +156,13 @@ def _mean_losses(run: loading.Run, config: RunConfig, workdir: Path) -> np.ndarr
     return sums / count
 
 
-# Of all variants ------------------------------------------------------------------------------------------------------
+# All variants ---------------------------------------------------------------------------------------------------------
 
 
 def measure(
     finished: Mapping[str, list[Path]], folder: Path, runner: training_runs.Runner, trained: Sequence[RunConfig]
 ) -> tuple[dict, Race | None]:
-    """The measurements of each variant, one after another, and then the race of all; `trained` are their configs."""
+    """Measure the variants one after another, and then race them all; `trained` are their configs."""
     logs = folder / training_runs.LOGS
     files = {name: logs / f"{of[0].name}-{protocols.digest(of)}.json" for name, of in finished.items()}
     waiting = {
@@ -196,11 +196,11 @@ def _measurements(file: Path) -> dict:
 
 
 def _measure_here(name: str, arguments: Sequence[str], logs: Path) -> str:
-    """Measure a variant in this process; the error if it failed, else ""."""
+    """Measure a variant in this process; return the error if it failed, else ""."""
     print(name, flush=True)
     with (logs / f"{name}.txt").open("a") as log, contextlib.redirect_stdout(log):
         try:
             return "" if main([name, *arguments]) == 0 else "its runs cannot be loaded"
-        except Exception as error:  # in a custom layer, or for want of memory
+        except Exception as error:  # from a custom layer, or out of memory
             traceback.print_exc(file=log)
             return f"{type(error).__name__}: {commands.one_line(error)}"

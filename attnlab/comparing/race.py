@@ -1,6 +1,6 @@
-"""A race of variants, short runs of all of them in turn, and their losses after as many seconds, by the race's speeds.
+"""Race variants in alternating short runs, and compare losses after equal training time, computed from these speeds.
 
-Speeds of different hours say as much about the machine's other work as about the variants.
+The runs alternate because speeds from different hours say as much about the machine's other work as about the variants.
 """
 
 import datetime
@@ -25,23 +25,23 @@ from attnlab.training import precision
 from attnlab.training import run as runs
 from attnlab.training.workdir import read_run
 
-LONGER = (1, 8)  # contexts at which decoding is timed, over the training's
+LONGER = (1, 8)  # contexts at which decoding is timed, in multiples of the training context
 SPEEDS = (
     "train_tokens_per_second",
     *(f"{what}_tokens_per_second_{times}x" for what in ("prefill", "decode") for times in LONGER),
 )
-DECODED = 64  # tokens that are timed
-# The median speed is between the lowest and the highest of seven rounds with probability 1 − 2⁻⁶ = 98 %.
+DECODED = 64  # tokens decoded per timed call
+# The median speed lies between the lowest and the highest of seven rounds with probability 1 − 2⁻⁶ = 98 %.
 ROUNDS = 7
-BURST = 0.5  # seconds of training in a round
+BURST = 0.5  # seconds of training per round
 
 
 class Race(NamedTuple):
-    """The speeds of variants.
+    """Measured speeds of variants.
 
     Attributes:
       machine, hour: where and when they were measured.
-      speeds: by the name of a run's folder, and by column of the table: tokens per second in each round.
+      speeds: tokens per second in each round, by the name of a run's folder and by table column.
     """
 
     machine: str
@@ -50,7 +50,7 @@ class Race(NamedTuple):
 
 
 def race(workdirs: list[Path]) -> Race:
-    """The race of variants, each by a finished run."""
+    """Race variants, each represented by a finished run."""
     hour = f"{datetime.datetime.now().astimezone():%-d %B %Y, %H:%M %Z}"
     speeds = {workdir.name: {SPEEDS[0]: []} for workdir in workdirs}
     contenders = {workdir.name: _training(workdir) for workdir in workdirs}
@@ -64,7 +64,7 @@ def race(workdirs: list[Path]) -> Race:
 
 
 def _training(workdir: Path) -> Callable[[], float]:
-    """A function that trains a run on from its last state for about `BURST` seconds: its tokens per second."""
+    """Return a function that resumes a run for about `BURST` seconds of training and returns tokens per second."""
     plan = runs.resolve(read_run(workdir)[1], workdir, eval_only=True)
     with runs.open_run(plan, eval_only=True) as run:
         program, text, state = run.program, run.text, jax.device_get(run.state)
@@ -86,7 +86,7 @@ def _training(workdir: Path) -> Callable[[], float]:
 
 
 def _decoding(workdirs: list[Path], times: int) -> dict[tuple[str, str], list[float]]:
-    """Tokens per second of reading a text of so many contexts, and of decoding its last tokens again."""
+    """Measure tokens per second of prefilling `times` contexts, and of decoding the last tokens again."""
     calls, tokens = {}, {}
     for workdir in workdirs:
         run = loading.load(workdir)
@@ -101,12 +101,12 @@ def _decoding(workdirs: list[Path], times: int) -> dict[tuple[str, str], list[fl
 
 
 def extends(model: GPT) -> bool:
-    """Whether a model takes more tokens than it was trained with: learned positions end with the context."""
+    """Whether a model accepts sequences longer than its training context; with learned positions it does not."""
     return model.config.position_encoding != "learned"
 
 
 def _decoders(run: loading.Run, prefill: int, decode: int) -> dict[str, Callable]:
-    """Functions that read a text of so many tokens, and that decode so many of its last tokens again."""
+    """Return functions that prefill `prefill` tokens, and that decode the last `decode` of them again."""
     model = run.model.replace(context=prefill)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (1, prefill)), jnp.int32)
 
@@ -121,27 +121,27 @@ def _decoders(run: loading.Run, prefill: int, decode: int) -> dict[str, Callable
             logits, caches = model.apply(params, token, caches=caches)
             return (logits[:, -1:].argmax(-1).astype(jnp.int32), caches), None
 
-        # Lengths are the integers of any cache, also of one within another.
+        # The only integers in a cache, nested or not, are lengths.
         caches = jax.tree.map(lambda x: x - decode if jnp.issubdtype(x.dtype, jnp.integer) else x, caches)
         return jax.lax.scan(step, (tokens[:, -1:], caches), length=decode)[0][0]
 
-    with precision.products(run.config.precision):  # calls of the compiled programs need it no more
+    with precision.products(run.config.precision):  # only compilation needs it
         caches = jax.block_until_ready(read(run.params, tokens))
         programs = read.lower(run.params, tokens).compile(), write.lower(run.params, caches).compile()
     return {"prefill": lambda: programs[0](run.params, tokens), "decode": lambda: programs[1](run.params, caches)}
 
 
 def at_equal_time(workdirs: Sequence[Sequence[Path]], speeds: Sequence[Sequence[float]]) -> tuple[np.ndarray, list]:
-    """Compare all runs after as many seconds as the fastest one trains.
+    """Compare all runs after the training time of the fastest one.
 
     Args:
-      workdirs: of each variant's runs, by seed.
-      speeds: of each variant, tokens per second in each round of a race; [NaN] without one.
+      workdirs: folders of each variant's runs, by seed.
+      speeds: tokens per second of each variant in each round of a race; [NaN] without a race.
 
     Returns:
-      the losses at the median speeds, `[variants, seeds]`, interpolated between validations; and of each variant the
-      verdict of its losses against the first's. It is `statistics.OPEN` unless it is the same by the ratio of the two
-      speeds in every round, and None for the first one and without speeds.
+      The losses at the median speeds, `[variants, seeds]`, interpolated between validations; and the verdict on each
+      variant's losses against the first's. The verdict is `statistics.OPEN` unless the ratios of the two speeds in all
+      rounds lead to the same one. It is None for the first variant, and without speeds.
     """
     curves = [[protocols.curve(workdir) for workdir in of_variant] for of_variant in workdirs]
     chance = [[protocols.result(w) if protocols.diverged(w) else None for w in of_variant] for of_variant in workdirs]
@@ -157,7 +157,7 @@ def at_equal_time(workdirs: Sequence[Sequence[Path]], speeds: Sequence[Sequence[
 
 
 def _losses_after(curves, chance, speeds: Sequence[float]) -> np.ndarray:
-    """The losses of all runs after as many seconds as the fastest one takes; of chance for one that diverged."""
+    """Losses of all runs after the training time of the fastest one; chance level for a run that diverged."""
     pairs = [list(zip(*of, strict=True)) for of in zip(curves, chance, strict=True)]
     ends = [c[-1, 0] / speed for of, speed in zip(pairs, speeds) for c, diverged in of if len(c) and diverged is None]
     seconds = min((end for end in ends if end > 0), default=math.nan)
@@ -170,7 +170,7 @@ def _losses_after(curves, chance, speeds: Sequence[float]) -> np.ndarray:
 
 
 def _loss_at(curve: np.ndarray, tokens: float) -> float:
-    """The loss after some tokens of training; NaN where the run ended sooner, or was not yet validated."""
-    if not len(curve) or not curve[0, 0] <= tokens <= curve[-1, 0] * (1 + 1e-12):  # as it is rounded
+    """Interpolate the loss after `tokens` of training; NaN before the first validation, and after the last."""
+    if not len(curve) or not curve[0, 0] <= tokens <= curve[-1, 0] * (1 + 1e-12):  # allows for rounding
         return math.nan
     return float(np.interp(tokens, curve[:, 0], curve[:, 2]))

@@ -1,4 +1,4 @@
-"""A published table beside ours: the differences from the first variant, and whether they are found again."""
+"""Compare a published table with ours: differences from the first variant, and whether they are reproduced."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,11 +24,11 @@ class Published(NamedTuple):
 
     Attributes:
       source: paper, table, or commit.
-      results: by variant, in the order of the comparison.
-      margin: differences up to this one count as none, such as two standard errors of the published ones.
-      differs: what our runs do otherwise whatever their config, in sentences.
-      length: over the training's, of the sequences whose accuracy is published.
-      protocol: published values of fields of the config, and of "seeds" and "learning_rates", their numbers.
+      results: one result per variant, in the order of the comparison.
+      margin: differences up to this size count as 0, for example two standard errors of the published ones.
+      differs: how our runs differ from the published ones whatever their config, in sentences.
+      length: length of the sequences whose accuracy is published, in multiples of the training length.
+      protocol: published values of config fields; also "seeds" and "learning_rates", the numbers of these.
     """
 
     source: str
@@ -40,7 +40,7 @@ class Published(NamedTuple):
 
 
 def published(file: str, names: Sequence[str]) -> dict[str, Published]:
-    """The dictionary PUBLISHED of a Python file or an experiment, by part; {} where it has none."""
+    """Read the dictionary PUBLISHED of a Python file or an experiment, by part; {} if it has none."""
     found, fields_known = {}, {*configs.declared(), "seeds", "learning_rates"}
     for part, fields in experiments.dictionary(file, "PUBLISHED").items():
         where = f"{file}: PUBLISHED[{part!r}]"
@@ -60,11 +60,11 @@ def published(file: str, names: Sequence[str]) -> dict[str, Published]:
 
 
 def outcome(difference: float, mean: float, half: float, margin: float) -> str:
-    """Whether a published difference is found again, by the mean of our paired differences and half its interval.
+    """Judge whether the mean of our paired differences, ± half its interval, reproduces a published difference.
 
     A published difference up to the margin counts as 0. "reproduced": the interval is within the margin of the
     published difference, or contains it and excludes 0; "same sign only": it lies on the same side of 0, at another
-    size; "underpowered": it excludes neither the published difference nor its absence; otherwise "not reproduced".
+    size; "underpowered": it excludes neither the published difference nor 0; otherwise "not reproduced".
     """
     if np.isnan(half):
         return "underpowered"
@@ -81,15 +81,15 @@ def outcome(difference: float, mean: float, half: float, margin: float) -> str:
 def is_trained(
     found: Published, results: Mapping[str, Sequence[float]], chance: float, resolution: float = 0.0
 ) -> bool:
-    """Whether our runs learnt enough to be compared with the published ones; arguments as for `subjects`.
+    """Whether our runs learned enough to be compared with the published ones; arguments as for `subjects`.
 
-    The first variant is at its published result, to within the margin or half of our interval, and the variant whose
-    published result is farthest from chance has left chance by more than both.
+    The first variant must reach its published result within the margin or half of our interval. The variant whose
+    published result is farthest from chance must differ from chance by more than both.
     """
     (first, *_), best = results, max(found.results, key=lambda name: abs(found.results[name] - chance))
 
     def distance(name: str, value: float) -> float:
-        # Beyond the margin and half of our interval; NaN without a run.
+        # Distance beyond both the margin and half of our interval; NaN without a run.
         mean, half = mean_and_margin(known(results[name]), resolution=resolution)
         return abs(mean - value) - np.fmax(found.margin, half)
 
@@ -97,13 +97,13 @@ def is_trained(
 
 
 class ReplicatedResults(NamedTuple):
-    """Published and our results of a variant, from which its row is read.
+    """The published result of a variant and ours, the source of its row.
 
     Attributes:
       ours: mean and half its interval.
-      expected: the published difference from the first variant; None for that one, as all that follows.
-      difference: of ours, paired by seed; half its interval is simultaneous, as in the comparison's table.
-      outcome: see the function, or "not trained far enough".
+      expected: the published difference from the first variant; None for the first variant, like all that follows.
+      difference: ours, paired by seed, and half its interval, which is simultaneous as in the comparison's table.
+      outcome: see the function `outcome`, or "not trained far enough".
     """
 
     variant: str
@@ -117,10 +117,10 @@ class ReplicatedResults(NamedTuple):
 def subjects(
     found: Published, results: Mapping[str, Sequence[float]], chance: float, resolution: float = 0.0
 ) -> list[ReplicatedResults]:
-    """The rows of a replication, on our results of each variant, by seed, NaN where a run failed.
+    """Compute the rows of a replication from our results of each variant by seed, NaN where a run failed.
 
-    The first of `results` is the variant that the others are compared with; `chance` is the result without learning,
-    and `resolution` the step between two results.
+    The others are compared with the first variant of `results`. `chance` is the result without learning, and
+    `resolution` the smallest step between two results.
     """
     (first, *others), rows, trained = results, [], is_trained(found, results, chance, resolution)
     for name in (name for name in results if name in found.results):
@@ -136,7 +136,7 @@ def subjects(
 
 
 def columns(seeds: int, variants: int) -> list[Column]:
-    """The columns of a replication over some seeds of a comparison of so many variants."""
+    """Define the columns of a replication, for the numbers of seeds and of variants in the comparison."""
     over = f"± 95 % over {seeds} seeds"
     joint = over if variants == 2 else f"± 95 % for all {variants - 1}, over {seeds} seeds"
     return [
@@ -150,14 +150,14 @@ def columns(seeds: int, variants: int) -> list[Column]:
 
 
 def results(found: Published, protocol: Protocol, folder: Path, final: Mapping, measured: Mapping) -> tuple:
-    """(Results by variant and seed, the step between two), at the published length; NaN where a run failed."""
+    """Return results by variant and seed at the published length, NaN where a run failed, and the step between two."""
     by_variant, step = {}, 0.0
     for name, points in final.items():
         workdirs = [folder / point.name for point in points]
         by_variant[name] = [result(workdir, protocol.measure) for workdir in workdirs]
         if found.length == 1:
             step = step or resolution(points[0].config, protocol.measure)
-        else:  # at the published length, which not every model takes, of the runs that finished
+        else:  # not every model accepts the published length, and only finished runs were measured
             length = str(found.length * points[0].config.model.context)
             values = measured.get(name, {}).get("accuracies_by_length", {}).get(length, [])
             accuracies = iter(values)
@@ -169,7 +169,7 @@ def results(found: Published, protocol: Protocol, folder: Path, final: Mapping, 
 
 
 def section(part, rows: Sequence[ReplicatedResults], config: RunConfig) -> page.Section:
-    """The section of a part's page, on a config of the first variant; writes `replication.csv` and `replication.md`."""
+    """Write `replication.csv` and `replication.md`, and return the page section; `config` is the first variant's."""
     found, protocol = part.published, part.protocol
     ours = config.fields | {"seeds": len(protocol.seeds), "learning_rates": len(protocol.rates)}
     otherwise = [f"{name} {ours[name]}, not {value}" for name, value in found.protocol.items() if ours[name] != value]

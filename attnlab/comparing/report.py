@@ -1,4 +1,4 @@
-"""The report of a part of a comparison: the section of its page, with notes, curves and the configs of its runs."""
+"""Report one part of a comparison: the section of its page, with notes, curves and the configs of its runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,19 +22,19 @@ from attnlab.training import metrics
 
 AXES = {"loss": "loss (nats per token)", "accuracy": "accuracy"}
 WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
-COLUMNS = ("tokens", "seconds", "FLOPs")  # of training, over which losses are drawn
+COLUMNS = ("tokens", "seconds", "FLOPs")  # x axes of the loss curves
 
 
 class Part(NamedTuple):
-    """A part of a comparison: a text or a task, with a table of its own.
+    """A part of a comparison: a text or a task, with its own table.
 
     Attributes:
-      name: of the task; "" for the config's text alone.
-      folder: of its runs, and its table.
+      name: name of the task; "" if the config's text is the only part.
+      folder: holds its runs and its table.
       protocol: its config, learning rates and seeds.
-      variants: with widths that match, if sizes are matched.
+      variants: the variants, with adjusted widths if sizes are matched.
       match: the size that is matched.
-      published: the results of others, if there are some of this part.
+      published: published results for this part, if any.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Part(NamedTuple):
     published: Published | None
 
     def config_of(self, variant: Variant) -> RunConfig:
-        """A variant's config, with the config's seed and learning rate."""
+        """Return a variant's config, with the seed and learning rate of the protocol's config."""
         return variant.config(self.protocol.config)
 
 
@@ -57,9 +57,9 @@ def section(
     raced: Race | None,
     command: Callable[[int], str],
 ) -> page.Section:
-    """The section of a part, on its table, the final runs of each variant, their measurements, and their race.
+    """Build the section of a part from its table, the final runs of each variant, their measurements, and their race.
 
-    `command` is the command of a comparison over a number of seeds.
+    `command(n)` is the command for a comparison over n seeds.
     """
     measure, rows = part.protocol.measure, whole.rows
     version = ["version"] * any(row["version"] for row in rows)
@@ -85,7 +85,7 @@ def section(
 
 
 def _notes(part: Part, rows: Sequence[Mapping], raced: Race | None) -> list[str]:
-    """How to read the table, beside what its columns say, and `remarks`."""
+    """Explain how to read the table, beyond the help of its columns, and append `remarks`."""
     protocol, seeds, others = part.protocol, len(part.protocol.seeds), len(rows) - 1
     rates, tuning = ", ".join(f"{rate:g}" for rate in protocol.rates), len(protocol.tuning_seeds)
     extended = any(row["learning_rates_tried"] != " ".join(map("{:g}".format, protocol.rates)) for row in rows)
@@ -117,7 +117,7 @@ def _notes(part: Part, rows: Sequence[Mapping], raced: Race | None) -> list[str]
 
 
 def remarks(part: Part, rows: Sequence[Mapping]) -> list[str]:
-    """Sentences on what went wrong, or may."""
+    """Return warnings about what went wrong or may mislead."""
     edge = (
         f"its best learning rate is still the lowest or highest after {part.protocol.extensions} extensions: allow more"
     )
@@ -143,7 +143,7 @@ def remarks(part: Part, rows: Sequence[Mapping]) -> list[str]:
 
 
 def sentences(rows: Sequence[Mapping], measure: str) -> list[str]:
-    """The answer, a sentence for each variant but the first."""
+    """The answer: one sentence for each variant but the first."""
     return [_sentence(row, rows[0], measure) for row in rows[1:]]
 
 
@@ -178,7 +178,7 @@ def _sentence(row: Mapping, start: Mapping, measure: str) -> str:
 
 
 def _runs(part: Part, final: Mapping[str, list[Point]]) -> Table:
-    """All runs: their results, and the fields of their configs that differ from the defaults."""
+    """Table of all runs: their results, and the fields of their configs that differ from the defaults."""
     measure, default = part.protocol.measure, RunConfig()
 
     def result(point: Point) -> float | None:
@@ -200,11 +200,11 @@ def _runs(part: Part, final: Mapping[str, list[Point]]) -> Table:
 
 
 def _learning(curves: Mapping, flops: Mapping[str, float | None], timed: bool) -> list[Figure]:
-    """Mean validation losses with the range of the seeds: over tokens, seconds, and FLOPs where these differ."""
+    """Plot mean validation loss and its range over seeds: by tokens, seconds if timed, and FLOPs if these differ."""
     series, spread = [{} for _ in COLUMNS], [{} for _ in COLUMNS]
     for name, of_variant in curves.items():
         found = [curve for curve in of_variant if len(curve)]
-        shared = min(map(len, found), default=0)  # a run that diverged has fewer
+        shared = min(map(len, found), default=0)  # a run that diverged has fewer validations
         if shared:
             losses = np.array([curve[:shared, 2] for curve in found])
             tokens, seconds = (np.mean([curve[:shared, at] for curve in found], axis=0) for at in (0, 1))
@@ -219,7 +219,7 @@ def _learning(curves: Mapping, flops: Mapping[str, float | None], timed: bool) -
 
 
 def _against_state(rows: Sequence[Mapping], measure: str) -> list[Figure]:
-    """The measure against the bytes that decoding keeps; nothing where they are equal."""
+    """Plot the measure against the bytes of decoding state; return nothing if all variants have the same size."""
     known = [row for row in rows if row[measure] is not None and row["decode_state_bytes_1x"]]
     if len({row["decode_state_bytes_1x"] for row in known}) < 2:
         return []

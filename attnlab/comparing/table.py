@@ -1,4 +1,4 @@
-"""The table of a comparison: what each row is read from, and its columns, each declared once."""
+"""The table of a comparison: the results behind each row, and the columns, each declared once."""
 
 import csv
 import math
@@ -22,32 +22,32 @@ from attnlab.support.errors import UserError
 from attnlab.training import overrides
 
 TABLE, TEXT = "table.csv", "table.md"
-# The cost that a comparison's question is about, by --match: the last of the columns that come first.
+# The cost that matters for each --match: the last column of the short table.
 COSTS = {
     "none": "train_tokens_per_second",
     "parameters": "parameters",
     "flops": "flops_per_token_train",
     "state": "decode_state_bytes_1x",
 }
-LENGTHS = {"loss": (1, 2, 4), "accuracy": (1, 2, 4, 8)}  # over the training's, at which a measure is recorded
-EARLY = 5  # tokens a parameter: about 20 are where a model of its size is best (Hoffmann et al. 2022)
+LENGTHS = {"loss": (1, 2, 4), "accuracy": (1, 2, 4, 8)}  # recorded lengths, in multiples of the training length
+EARLY = 5  # tokens per parameter; about 20 are compute-optimal (Hoffmann et al. 2022)
 UNTRAINED = "not trained far enough"
 
 
 class VariantResults(NamedTuple):
-    """All results of a variant, from which its row is read.
+    """All results of a variant, the source of its row.
 
     Attributes:
-      results: of the compared measure and of the loss, by seed; NaN where a run failed.
+      results: values of the compared measure and of the loss, by seed; NaN where a run failed.
       resolution: the step between two results of the compared measure.
-      pairs: of the compared measure, differences from the first variant by seed; NaN where one failed.
-      difference: their statistics, by which a lower result is the better one; None for the first variant.
-      verdict: of the difference, or `UNTRAINED`; None for the first variant.
-      edge: whether the learning rate of this variant, or of the first, is at an edge of those that were tried.
-      at_time: losses after as many seconds, by seed, and the verdict on these.
-      blind: the accuracy of the best guess; None of a text.
-      tokens: that each run trains on.
-      measured: by column.
+      pairs: differences of the compared measure from the first variant, by seed; NaN where either run failed.
+      difference: statistics of the pairs, whose verdict accounts for the better direction; None for the first variant.
+      verdict: the difference's verdict, or `UNTRAINED`; None for the first variant.
+      edge: whether the learning rate of this variant, or of the first, is at an edge of the tried ones.
+      at_time: losses after equal training time, by seed, and the verdict on them.
+      blind: accuracy of the best guess; None for a text.
+      tokens: number of tokens that each run trains on.
+      measured: measurements by column.
       speeds: tokens per second in each round of the race, by column.
     """
 
@@ -76,7 +76,7 @@ def results(
     measured: Mapping[str, Mapping],
     speeds: Mapping[str, Mapping[str, Sequence[float]]] = types.MappingProxyType({}),
 ) -> list[VariantResults]:
-    """The results of all variants, in their order; `measured` and `speeds`, of one race, are by variant and column."""
+    """Collect all variants' results in order; `measured`, and `speeds` from one race, are by variant and column."""
     measure, points = protocol.measure, [protocol.final(variant, rates[variant.name].chosen) for variant in variants]
     workdirs = [[folder / point.name for point in of_variant] for of_variant in points]
     found = {
@@ -115,7 +115,7 @@ def results(
 
 
 def _is_blind(accuracies: np.ndarray, blind: float, resolution: float) -> bool:
-    """Whether accuracies are no better than a guess, which by chance is better by two of its standard deviations."""
+    """Whether the mean accuracy is at most two standard deviations above a blind guess."""
     accuracies = known(accuracies)
     return len(accuracies) > 0 and bool(accuracies.mean() <= blind + 2 * (blind * (1 - blind) * resolution) ** 0.5)
 
@@ -130,7 +130,7 @@ MEASURES = {
 
 
 def columns(measure: str, seeds: int, variants: int) -> list[Column]:
-    """The columns of a table of variants that are compared by "loss" or "accuracy" over some seeds."""
+    """Define the columns of a table that compares variants by "loss" or "accuracy" over seeds."""
     over, others = f"± 95 % over {seeds} seeds", variants - 1
     joint = over if others < 2 else f"± 95 % for all {others}, over {seeds} seeds"
     return [
@@ -312,7 +312,7 @@ def _measurements(measure: str) -> list[Column]:
 
 
 def _at_length(measure: str, times: int) -> tuple[str, str, str]:
-    """Title, format and help of a measure beyond the context."""
+    """Title, format and help of the column for a measure at `times` contexts."""
     if times == 1:
         return (
             "",
@@ -347,14 +347,14 @@ def _speeds() -> list[Column]:
 
 
 def seeds_needed(row: Mapping[str, Any]) -> str:
-    """The number of seeds that would decide a row's difference, and its uncertainty."""
+    """Format the number of seeds that would decide a row's difference, with its uncertainty."""
     ends = [row[f"difference_seeds_needed{end}"] for end in ("", "_low", "_high")]
     needed, low, high = (f"{end}" if end < statistics.MOST_SEEDS else f"≥ {end:,}" for end in ends)
     return f"{needed} ({low} to {high})"
 
 
 def p_value(p: float) -> str:
-    """p to two digits, or to as many as it takes to show on which side of `statistics.LEVEL` it lies."""
+    """Format p to two digits, or to as many as show on which side of `statistics.LEVEL` it lies."""
     if p < 0.001:
         return "< 0.001"
     texts = (f"{p:.{digits}g}" for digits in range(2, 18))
@@ -369,10 +369,10 @@ def _number(value: float) -> float | None:
 
 
 def read(folder: str | Path) -> list[dict[str, Any]]:
-    """The records of a comparison's `table.csv`: numbers, texts and booleans, None for empty cells.
+    """Read the records of a comparison's `table.csv`: numbers, strings and booleans, None for empty cells.
 
     Raises:
-      UserError: there is none, or it is damaged.
+      UserError: the file is missing or damaged.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())

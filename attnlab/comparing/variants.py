@@ -1,4 +1,4 @@
-"""The variants of a comparison: names, what each makes of a config, and widths that match in size."""
+"""The variants of a comparison: their names, how each changes a config, and widths that match sizes."""
 
 import functools
 import inspect
@@ -17,10 +17,10 @@ from attnlab.nn.layer import LayerConfig
 from attnlab.support.errors import ArgumentError, UserError
 from attnlab.training import flops, precision
 
-CLOSE = {"parameters": 0.02, "flops": 0.02, "state": 0.05}  # beyond which two sizes are not comparable
-WIDEST = 2**20  # features of a width that is tried
+CLOSE = {"parameters": 0.02, "flops": 0.02, "state": 0.05}  # the largest relative difference of comparable sizes
+WIDEST = 2**20  # matching gives up beyond this width
 SIZES = tuple(CLOSE)
-# Which tokens are trained on and scored, with all of data.* and eval.*; and what the comparison chooses.
+# Fields that decide which tokens are trained on and scored; and fields that the comparison chooses.
 SHARED = ("steps", "batch_size", "model.context", "data.", "eval.")
 CHOSEN = ("seed", "optimizer.learning_rate", "eval.part")
 
@@ -29,9 +29,9 @@ class Variant(NamedTuple):
     """One row of a comparison.
 
     Attributes:
-      name: of one line.
-      apply: the config that it makes of the one that all have in common.
-      comparable: False if sizes are matched, and its size is not within `CLOSE` of the first's.
+      name: a single line.
+      apply: function from the config that all have in common to the variant's.
+      comparable: False if sizes are matched and the variant's is not within `CLOSE` of the first's.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Variant(NamedTuple):
     comparable: bool = True
 
     def config(self, base: RunConfig) -> RunConfig:
-        """Its config; UserError, which names it, for one that cannot be, or that would see other tokens."""
+        """Return the variant's config; raise UserError if it is invalid, or changes `SHARED` or `CHOSEN` fields."""
         try:
             if not isinstance(found := self.apply(base), RunConfig):
                 raise UserError(f"its function returned {found!r}: expected a RunConfig, such as config.changed(…)")
@@ -50,7 +50,7 @@ class Variant(NamedTuple):
             raise UserError(f"variant {self.name!r}: {type(error).__name__}: {error}") from error
         before = base.fields
         changed = [field for field, value in found.fields.items() if field in before and value != before[field]]
-        for field in sorted(changed, key="data.name".__eq__):  # which a path sets as well
+        for field in sorted(changed, key="data.name".__eq__):  # last, because a path sets it as well
             if field in CHOSEN:
                 raise UserError(f"variant {self.name!r}: config.{field} is chosen by the comparison: leave it to it")
             if field.startswith(SHARED):
@@ -60,7 +60,7 @@ class Variant(NamedTuple):
 
 
 def of_values(variants: Mapping[str, Any]) -> list[Variant]:
-    """Variants of names, and what makes each: see `attnlab.comparing.compare`."""
+    """Build variants from a dictionary of names and definitions: see `attnlab.comparing.compare`."""
     if not isinstance(variants, Mapping):
         raise ArgumentError("variants", variants, "expected a dictionary of names, and what makes each")
     _check_kinds([what.get("model.layers") if isinstance(what, Mapping) else what for what in variants.values()])
@@ -73,7 +73,7 @@ def of_values(variants: Mapping[str, Any]) -> list[Variant]:
 
 
 def _function(name: str, what) -> Callable[[RunConfig], RunConfig]:
-    """The function of a config that makes a variant."""
+    """Return the function from the common config to a variant's."""
     if inspect.isfunction(what) and len(inspect.signature(what).parameters) == 1:
         return what
     try:
@@ -84,7 +84,7 @@ def _function(name: str, what) -> Callable[[RunConfig], RunConfig]:
 
 
 def fields_of(what: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The values of "FIELD=VALUE FIELD=VALUE", or of fields by name; texts are read as on a command line."""
+    """Parse "FIELD=VALUE FIELD=VALUE", or a dictionary of fields; strings are read as on a command line."""
     try:
         words = shlex.split(what) if isinstance(what, str) else ()
         pairs = (word.removeprefix("--").removeprefix("config.").split("=", 1) for word in words)
@@ -100,7 +100,7 @@ def fields_of(what: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_kinds(layers: Sequence) -> None:
-    """Raise UserError for two classes of layers that would be one kind."""
+    """Raise UserError if two layer classes would have the same kind."""
     kinds = {}
     for layer in layers:
         config = type(layer) if isinstance(layer, LayerConfig) else layer
@@ -111,7 +111,7 @@ def _check_kinds(layers: Sequence) -> None:
 
 
 def parse(texts: Sequence[str], file: str | None) -> dict[str, Any]:
-    """The values that make variants, from texts "NAME: FIELD=VALUE …", and from the dictionary VARIANTS of a file."""
+    """Read the definitions of variants from texts "NAME: FIELD=VALUE …" and from the dictionary VARIANTS of a file."""
     found = [_parsed(text) for text in texts]
     in_file = experiments.dictionary(file, "VARIANTS") if file else {}
     if file and not in_file:
@@ -135,7 +135,7 @@ def _parsed(text: str) -> tuple[str, str]:
 
 
 def size(config: RunConfig, vocab_size: int, of: str, length: int | None = None) -> float:
-    """The parameters of a config's model, its FLOPs of training per token, or the bytes it keeps of `length` tokens."""
+    """Size of a config's model: parameters, training FLOPs per token, or decoding-state bytes for `length` tokens."""
     config = config.changed({"precision": precision.resolved(config.precision)})
     model = GPT(config.over_tokens(vocab_size))
     if of == "flops":
@@ -147,7 +147,7 @@ def size(config: RunConfig, vocab_size: int, of: str, length: int | None = None)
 
 
 def state_bytes(model: GPT, length: int | None = None) -> int:
-    """Bytes that decoding keeps of one text of `length` tokens; None for the model's context."""
+    """Bytes of decoding state for one text of `length` tokens; None for the model's context."""
     empty = jax.eval_shape(lambda: model.init_caches(1, length))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(empty))
 
@@ -155,10 +155,10 @@ def state_bytes(model: GPT, length: int | None = None) -> int:
 def matched(
     variants: Sequence[Variant], base: RunConfig, vocab_size: int, of: str, length: int | None = None
 ) -> list[Variant]:
-    """Variants that are as large as the first one, by the width of their feed-forward layers; for "state" by their own.
+    """Match the variants to the first one's size by the width of feed-forward layers, or for "state" of the model.
 
     A model's width changes in steps that keep heads whole. `length` is the number of tokens at which "state" is
-    matched; None for the context. UserError where no width makes a variant as large.
+    matched; None for the context. Raise UserError if no width makes a variant as large.
     """
     wanted = size(variants[0].config(base), vocab_size, of, length)
     return [variants[0], *(_matched(variant, base, vocab_size, of, wanted, length) for variant in variants[1:])]
@@ -186,7 +186,7 @@ def _matched(variant: Variant, base: RunConfig, vocab_size: int, of: str, wanted
     while high - low > step:
         middle = (low + high) // (2 * step) * step
         low, high = (middle, high) if size_at(middle) < wanted else (low, middle)
-    # Its own width comes first, for a size that does not depend on it.
+    # The variant's own width comes first, so that it wins if the size does not depend on the width.
     width = min((own, low, high), key=lambda width: abs(size_at(width) - wanted))
     close = abs(size_at(width) / wanted - 1) <= CLOSE[of]
     return variant._replace(apply=functools.partial(_changed, variant.apply, changes(width)), comparable=close)

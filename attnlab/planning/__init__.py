@@ -1,1 +1,1 @@
-"""Plans of runs on hardware that is not here: topologies, compiled programs, and whether they fit."""
+"""Plan runs on hardware that is not attached: topologies, compiled programs, and whether they fit."""

@@ -1,4 +1,4 @@
-"""Plan a run: compile its training and evaluation steps for a topology, and compare them with its memory."""
+"""Plan a run: compile its training and evaluation steps for a topology, and check that they fit its memory."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from attnlab.training import parallel as parallel_lib
 from attnlab.training.program import TrainProgram, backend_of
 
 _GIB = 2**30
-_CHARACTERS = 128  # the vocabulary that is assumed for a text whose characters nobody has counted
+_CHARACTERS = 128  # the vocabulary assumed for a text whose characters have not been counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,20 +35,20 @@ class Plan:
     parameters: int
     training: Program
     evaluation: Program
-    flops: float  # of a training step on a device, without recomputation
-    attention: dict[str, str]  # the backend of each layer in training, or the kind of layers without attention
-    attention_rejected: dict[str, str]  # the reason against each other backend
-    optimizer_bytes: int  # of the state on a device, without the parameters that are evaluated
+    flops: float  # per training step and device, without recomputation
+    attention: dict[str, str]  # the backend of each layer in training, or its kind if it has no attention
+    attention_rejected: dict[str, str]  # the reason for rejecting each other backend
+    optimizer_bytes: int  # training state on a device, without the parameters that are evaluated
     notes: tuple[str, ...]
 
     @property
     def devices(self) -> int:
-        """How many devices the mesh has."""
+        """Number of devices in the mesh."""
         return math.prod(self.mesh.values())
 
     @property
     def fits(self) -> bool | None:
-        """Whether training and evaluation fit, the latter beside the optimizer's state; None where nothing tells."""
+        """Whether training fits, and evaluation beside the optimizer's state; None if unknown."""
         if self.training.refusal or self.evaluation.refusal:
             return False
         if self.topology.usable_gib is None:
@@ -57,13 +57,13 @@ class Plan:
 
     @property
     def floor(self) -> tuple[float, float] | None:
-        """The least time of a training step, in ms: of its FLOPs and of the bytes moved; None where nothing tells."""
+        """Lower bounds on a training step's time in ms, from its FLOPs and from the bytes moved; None if unknown."""
         if self.topology.tflops is None or self.training.refusal:
             return None
         return self.flops / self.topology.tflops / 1e9, self.training.moved / self.topology.bandwidth / 1e9
 
     def as_dict(self) -> dict:
-        """A dict for JSON; sizes in GiB of one device."""
+        """Return a dict for JSON; sizes are in GiB per device."""
         return {
             "config": self.name,
             "topology": self.topology.name,
@@ -130,7 +130,7 @@ def plan(config: ConfigDict | RunConfig, topology: Topology, vocab_size: int | N
 def vocabulary(
     config: RunConfig, vocab_size: int | None = None, device: jax.Device | None = None
 ) -> tuple[RunConfig, int, list[str]]:
-    """The config of the run on a device, the size of its vocabulary, and notes."""
+    """Return the run's config on a device, its vocabulary size, and notes."""
     plan = run.resolve(config, device=device)
     config, tokenizer = plan.config, plan.tokenizer
     if vocab_size or tokenizer is not None:
@@ -145,9 +145,9 @@ def vocabulary(
 def attention_of(
     model: GPT, topology: Topology, batch: int, mesh: jax.sharding.Mesh | None = None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The attention backend of each layer in training on a topology, and the reasons against the others.
+    """Return each layer's attention backend in training on a topology, and the reasons for rejecting the others.
 
-    A layer without attention has its kind in place of a backend.
+    A layer without attention has its kind instead of a backend.
     """
     config, answers = model.config, {}
     used = config.used
@@ -174,7 +174,7 @@ def attention_of(
 
 
 def _as_mesh(config: RunConfig, topology: Topology) -> tuple[RunConfig, list[str]]:
-    """The config with the strategy that can be compiled for devices that are not here, and a note if it is another."""
+    """Replace a strategy that cannot be compiled for devices that are not attached, and note the change."""
     if config.parallel.strategy == "mesh" or topology.name == "here":
         return config, []
     config = dataclasses.replace(config, parallel=ParallelFields("mesh", config.parallel.timeout))
@@ -182,7 +182,7 @@ def _as_mesh(config: RunConfig, topology: Topology) -> tuple[RunConfig, list[str
 
 
 def _compiled(step: str, lower: Callable, parallel: parallel_lib.Parallel, topology: Topology) -> Program:
-    """The program of a step that `lower()` lowers."""
+    """Compile the step that `lower()` lowers."""
     if parallel.strategy == "mesh":
         context = jax.sharding.use_abstract_mesh(parallel.mesh.abstract_mesh)  # splash asks it which TPU to compile for
     else:
@@ -199,7 +199,7 @@ def _compiled(step: str, lower: Callable, parallel: parallel_lib.Parallel, topol
 
 
 def _flops_per_token(model: GPT, length: int) -> float:
-    """FLOPs of training, which are the same for every backend: the chosen one may not run here."""
+    """Training FLOPs per token, equal for all backends: counted with "auto", as the chosen one may not run here."""
     layers = (dataclasses.replace(x, impl="auto") if hasattr(x, "impl") else x for x in model.config.layers)
     return flops.per_token(model.replace(layers=tuple(layers)), length)
 

@@ -1,7 +1,7 @@
 """Compiled programs: their memory on each device, collectives and kernels, read from XLA's optimized HLO.
 
-XLA's text is a list of computations. Those that are called from the entry are followed: a loop's body as often as the
-loop runs, a fusion as a part of its caller.
+XLA's text is a list of computations. Only those reachable from the entry count: a loop's body once per iteration, a
+fusion as a part of its caller.
 """
 
 import functools
@@ -14,15 +14,15 @@ from typing import NamedTuple
 import jax
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_PARTS = ("fusion", "fusion-start", "async-start")  # what they call is run in place
+_PARTS = ("fusion", "fusion-start", "async-start")  # the computations that they call run in place
 _FUSIONS = ("fusion", "fusion-start")
-# Instructions without work of their own: what a call or loop contains is counted.
+# Instructions without work of their own: the contents of a call or loop are counted instead.
 _FREE = re.compile(
     "parameter|constant|get-tuple-element|tuple|bitcast|after-all|(partition|replica)-id|while|conditional|"
     "call|(call|async)-start|(call|async|fusion)-done"
 )
-_PARTIAL = ("bitcast", "dynamic-slice", "slice", "gather", "dynamic-update-slice")  # need not read their first operand
-_FORWARDS = ("copy", "bitcast", "copy-done", "copy-start")  # the same number under another name
+_PARTIAL = ("bitcast", "dynamic-slice", "slice", "gather", "dynamic-update-slice")  # may read only part of operand 0
+_FORWARDS = ("copy", "bitcast", "copy-done", "copy-start")  # the same value under another name
 
 
 class Program(NamedTuple):
@@ -30,19 +30,19 @@ class Program(NamedTuple):
 
     arguments: int | None  # None where the compiler refused the program
     temporaries: int | None
-    peak: int | None  # of a refused program what the compiler's message names, if any
+    peak: int | None  # of a refused program, the size in the compiler's message, if any
     compile_seconds: float
     collectives: dict[str, list[int]]  # by kind, executions and bytes of results (of a reduce-scatter: operands)
-    unknown_loops: int  # loops whose number of iterations the text does not tell, counted as one
+    unknown_loops: int  # loops whose number of iterations the text does not show, counted as one
     custom_calls: dict[str, int]  # executions by target
     kernels: dict[str, int]  # executions by name: Pallas kernels, and cuDNN's attention kernels
-    refusal: str = ""  # the compiler's sentence where it refused the program for want of memory
-    launches: int = 0  # instructions executed that compute or copy: on GPUs kernels
+    refusal: str = ""  # the compiler's message if it refused the program for lack of memory
+    launches: int = 0  # executed instructions that compute or copy; on GPUs, kernels
     moved: int = 0  # bytes that they read and write
 
 
 class Instruction(NamedTuple):
-    """One line of HLO: `name = shape opcode(operands), attributes`, and the computation that it is in."""
+    """One line of HLO: `name = shape opcode(operands), attributes`, and the computation that contains it."""
 
     computation: str
     name: str
@@ -54,7 +54,7 @@ class Instruction(NamedTuple):
 
 
 def compile(lowered: jax.stages.Lowered) -> Program:
-    """Compile a lowered program, for whichever devices it was lowered; errors other than of memory are raised."""
+    """Compile a lowered program for the devices of its lowering; raise all errors except a lack of memory."""
     start = time.perf_counter()
     try:
         compiled = lowered.compile()
@@ -66,12 +66,12 @@ def compile(lowered: jax.stages.Lowered) -> Program:
 
 
 def read(compiled: jax.stages.Compiled, seconds: float = 0.0) -> Program:
-    """The memory, collectives and kernels of a compiled program."""
+    """Read the memory, collectives and kernels of a compiled program."""
     memory, computations = compiled.memory_analysis(), parse(compiled.as_text())
-    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes  # without those in place of donated arguments
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes  # outputs in donated arguments are free
     parts = (memory.argument_size_in_bytes, outputs, memory.temp_size_in_bytes, memory.generated_code_size_in_bytes)
-    # The compiler's peak knows which buffers live at the same time; but GPUs allocate all temporaries at once, so that
-    # the sum is what they take. On TPUs small programs have a peak above the sum. The larger one is safe for both.
+    # The compiler's peak accounts for buffer lifetimes, but GPUs allocate all temporaries at once and so need the sum.
+    # On TPUs, small programs have a peak above the sum. The larger of the two is safe for both.
     peak = max(sum(parts), getattr(memory, "peak_memory_in_bytes", 0))
     counts, unknown_loops = collectives(computations)
     sizes = memory.argument_size_in_bytes, memory.temp_size_in_bytes, peak
@@ -79,7 +79,7 @@ def read(compiled: jax.stages.Compiled, seconds: float = 0.0) -> Program:
 
 
 def refused(message: str, seconds: float) -> Program:
-    """The program for a compiler's RESOURCE_EXHAUSTED, whose sentence may name the memory needed."""
+    """Build the program for a compiler's RESOURCE_EXHAUSTED, whose message may name the memory needed."""
     size = r"([\d.]+)\s?([KMGT]?)i?B?"
     forms = rf"\({size}\) exceeds available HBM", rf"Used {size} of .* hbm"  # libtpu since 2026, and before
     found = next((match for form in forms if (match := re.search(form, message))), None)
@@ -89,7 +89,7 @@ def refused(message: str, seconds: float) -> Program:
 
 
 def parse(text: str) -> dict[str, list[Instruction]]:
-    """The instructions of each computation of an HLO text; the entry computation is named "ENTRY"."""
+    """Parse the instructions of each computation of an HLO text; the entry computation is named "ENTRY"."""
     computations, current = {}, None
     for line in text.splitlines():
         if re.match(r"\}(, execution_thread=|$)", line):  # Pallas' metadata has lines that begin with "}}"
@@ -130,10 +130,10 @@ def _closing(text: str, start: int) -> int:
 
 
 def collectives(computations: dict[str, list[Instruction]]) -> tuple[dict[str, list[int]], int]:
-    """Executions and bytes of each kind of collective, and the number of loops of unknown length."""
+    """Count executions and bytes of each kind of collective, and loops of unknown length."""
     counts, loops = {}, set()
     for block, times in _blocks(computations, "ENTRY", 1, loops):
-        channels = set()  # a TPU runs one collective in several fusions, which overlap it with products
+        channels = set()  # a TPU runs one collective in several fusions, to overlap it with products
         for instruction in block:
             kind = _kind(instruction)
             channel = re.search(r"channel_id=(\d+)", instruction.attributes)
@@ -148,7 +148,7 @@ def collectives(computations: dict[str, list[Instruction]]) -> tuple[dict[str, l
 
 
 def custom_calls(computations: dict[str, list[Instruction]]) -> tuple[dict[str, int], dict[str, int]]:
-    """Executions of custom calls by target, and of kernels by name: `splash_mha_fwd_residuals`, `cudnn_fmha…`."""
+    """Count executions of custom calls by target, and of kernels by name: `splash_mha_fwd_residuals`, `cudnn_fmha…`."""
     targets, kernels = {}, {}
     for block, times in _blocks(computations, "ENTRY", 1, set()):
         for instruction in block:
@@ -163,7 +163,7 @@ def custom_calls(computations: dict[str, list[Instruction]]) -> tuple[dict[str, 
 
 
 def work(computations: dict[str, list[Instruction]]) -> tuple[int, int]:
-    """Launches, and the bytes that they move: operands and results, but of slices of an array the slices alone."""
+    """Count launches, and the bytes that they move: operands and results, but only the slices of sliced arrays."""
     launches = moved = 0
     fusions = (each for body in computations.values() for each in body if each.opcode in _FUSIONS)
     fused = {_called(each, "calls")[0] for each in fusions}
@@ -185,13 +185,13 @@ def work(computations: dict[str, list[Instruction]]) -> tuple[int, int]:
 
 
 def _read(kernel: list[Instruction], value: Instruction) -> int:
-    """Bytes of an operand that the instructions of a kernel read."""
+    """Bytes of an operand that a kernel's instructions read."""
     whole, read = _device_bytes(value.shape), 0
     for user in kernel:
         first, *others = _names(user.operands) or [""]
         if value.name in others or (value.name == first and user.opcode not in _PARTIAL):
             return whole
-        if value.name == first and user.opcode != "dynamic-update-slice":  # which writes in place
+        if value.name == first and user.opcode != "dynamic-update-slice":  # it writes in place
             read += _read(kernel, user) if user.opcode == "bitcast" else _device_bytes(user.shape)
     return min(read, whole)
 
@@ -205,19 +205,19 @@ def _written(body: list[Instruction], root: Instruction) -> int:
 
 
 def _device_bytes(shape: str) -> int:
-    """Bytes of the arrays in a device's memory: TPUs keep S(1), GPUs keep S(5) elsewhere."""
+    """Bytes of the arrays in a device's memory; S(1) on TPUs and S(5) on GPUs are elsewhere."""
     return array_bytes(re.sub(r"\w+\[[^\]]*\]\{[^}]*S\(\d+\)\}", "", shape))
 
 
 def _kernel(target: str, name: str) -> str:
-    if target == "tpu_custom_call":  # a Pallas kernel, after which XLA names the instruction
+    if target == "tpu_custom_call":  # XLA names the instruction after the Pallas kernel
         return re.sub(r"(\.(\d+|clone|remat\d*))+$", "", name)
     is_attention = "fmha" in target or target.startswith("mosaic_gpu")
     return target.strip("_").replace("$", "_") if is_attention else ""
 
 
 def _blocks(computations, name, times: int, loops: set) -> Iterator[tuple[list[Instruction], int]]:
-    """Each block of consecutive instructions, and how often it runs; names of loops of unknown length go to `loops`."""
+    """Yield each block of consecutive instructions and how often it runs; add loops of unknown length to `loops`."""
     block = list(_in_place(computations, name))
     yield block, times
     for instruction in block:
@@ -234,7 +234,7 @@ def _blocks(computations, name, times: int, loops: set) -> Iterator[tuple[list[I
 
 
 def _in_place(computations, name) -> Iterator[Instruction]:
-    """The instructions of a computation and of its fusions."""
+    """Yield the instructions of a computation and of its fusions."""
     for instruction in computations.get(name, ()):
         yield instruction
         if instruction.opcode in _PARTS:
@@ -243,7 +243,7 @@ def _in_place(computations, name) -> Iterator[Instruction]:
 
 
 def _called(instruction: Instruction, *attributes: str) -> list[str]:
-    """The computations in attributes like `body=%x` and `branch_computations={%x, %y}`."""
+    """Return the computations in attributes like `body=%x` and `branch_computations={%x, %y}`."""
     found = re.findall(rf"\b(?:{'|'.join(attributes)})=(\{{[^}}]*\}}|%?[\w.\-]+)", instruction.attributes)
     return [name for names in found for name in re.findall(r"[\w.\-]+", names)]
 
@@ -253,7 +253,7 @@ def trip_count(computations: dict[str, list[Instruction]], loop: Instruction) ->
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if known:
         return int(known[1])
-    # On TPUs it follows from a counter: its start, what the body adds, and the constant that it is compared with.
+    # On TPUs it follows from a counter: its start, its increment in the body, and the constant that bounds it.
     condition, body = (computations.get(name[0], []) for name in (_called(loop, "condition"), _called(loop, "body")))
     caller = computations.get(loop.computation, [])
     test, end = _root(condition), _root(body)
@@ -282,7 +282,7 @@ def _names(operands: str) -> list[str]:
 
 
 def _origin(instructions: list[Instruction], name: str) -> Instruction | None:
-    """The instruction that makes a value, behind copies of it."""
+    """The instruction that computes a value, looking through copies."""
     found = next((instruction for instruction in instructions if instruction.name == name), None)
     while found is not None and found.opcode in _FORWARDS:
         name = _names(found.operands)[0]
@@ -291,7 +291,7 @@ def _origin(instructions: list[Instruction], name: str) -> Instruction | None:
 
 
 def _element(instructions: list[Instruction], name: str, index: int | None) -> Instruction | None:
-    """The instruction that makes an element of a tuple."""
+    """The instruction that computes an element of a tuple."""
     made = _origin(instructions, name)
     if made is None or made.opcode != "tuple" or index is None:
         return None
@@ -299,7 +299,7 @@ def _element(instructions: list[Instruction], name: str, index: int | None) -> I
 
 
 def _index(element: Instruction | None) -> int | None:
-    """Which element of the loop's tuple an instruction takes."""
+    """Index of the element that an instruction takes from the loop's tuple."""
     if element is None or element.opcode != "get-tuple-element":
         return None
     return int(re.search(r"index=(\d+)", element.attributes)[1])
@@ -311,10 +311,10 @@ def _constant(instruction: Instruction | None) -> int | None:
 
 
 def _kind(instruction: Instruction) -> str | None:
-    """The kind of a collective; None for other instructions, and for the `-done` of one that has been counted."""
+    """The kind of a collective; None for other instructions, and for a `-done`, because its start is counted."""
     kind = instruction.opcode.removesuffix("-start")
     if kind == "all-reduce" and instruction.computation.startswith("all-reduce-scatter"):
-        return "reduce-scatter"  # so TPUs write it: a fusion of an all-reduce and a slice
+        return "reduce-scatter"  # on TPUs it is a fusion of an all-reduce and a slice
     return kind if kind in KINDS else None
 
 

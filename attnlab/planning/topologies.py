@@ -1,8 +1,8 @@
-"""Devices to compile for, by name: TPU slices and H100s that are not here, or the devices of this machine.
+"""Devices to compile for, by name: TPU slices and H100s that are not attached, or the devices of this machine.
 
-The names are `v4`, `v5e`, `v5p`, `v6e`, `tpu7x` (one chip) or with a shape in chips, as `v5e:4x4` and `v5p:2x2x1`;
-`h100`, `h100:8`; and `here`. Nothing runs on a device that is not here: its compiler does, which libtpu and JAX's CUDA
-plugin bring along.
+The names are `v4`, `v5e`, `v5p`, `v6e`, `tpu7x` (one chip), or these with a shape in chips, as in `v5e:4x4` and
+`v5p:2x2x1`; `h100`, `h100:8`; and `here`. For devices that are not attached, only the compilers run, which libtpu and
+JAX's CUDA plugin include.
 """
 
 import importlib.util
@@ -27,26 +27,26 @@ class Topology(NamedTuple):
     name: str
     platform: str  # "tpu", "gpu" or "cpu"
     devices: list[jax.Device]
-    usable_gib: float | None  # memory that a program may use on a device; None where it is not known
-    tflops: float | None = None  # peak of bfloat16 products of a device, 10¹² FLOP/s; None where it is not known
-    bandwidth: float | None = None  # of its memory, TB/s
+    usable_gib: float | None  # memory that a program may use on a device; None if unknown
+    tflops: float | None = None  # a device's peak for bfloat16 products, 10¹² FLOP/s; None if unknown
+    bandwidth: float | None = None  # of a device's memory, TB/s
 
 
 class _Generation(NamedTuple):
-    """A generation of TPUs: memory that a program may use, peaks as of a `Topology`, axes and most chips of a slice."""
+    """A generation of TPUs: usable memory, peaks as in `Topology`, axes, and the most chips in a slice."""
 
     usable_gib: float
     tflops: float
     bandwidth: float
     axes: int
     chips: int
-    options: dict  # the compiler's
+    options: dict  # for the compiler
 
 
 # Chips per pod (for v5p, per slice) and peaks are from https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x},
 # "System architecture". The usable memory is not documented: it is what libtpu 0.0.50 names when it refuses a program
-# ("exceeds available HBM (15.75G)"). All are of one device as JAX sees it. tpu7x has two a chip; on v4, libtpu has two
-# unless told that both cores are one device ("megacore"), as they are on every v4 host of Google Cloud.
+# ("exceeds available HBM (15.75G)"). Memory and peaks are per JAX device. A tpu7x chip has two; so has a v4 chip in
+# libtpu, unless an option makes both cores one device ("megacore"), as they are on every v4 host of Google Cloud.
 _TPUS = {
     "v4": _Generation(30.75, 275, 1.23, 3, 4096, {"chip_config_name": "megacore"}),
     "v5e": _Generation(15.75, 197, 0.82, 2, 256, {}),
@@ -58,7 +58,7 @@ _H100 = "NVIDIA H100 80GB HBM3"
 _H100_GIB = 84_942_979_072 / 2**30  # `device_memory_size` of the CUDA plugin's description
 _H100_PEAKS = 989, 3.35  # SXM, without sparsity: https://www.nvidia.com/en-us/data-center/h100
 _INSTALL_CUDA = "pip install --upgrade 'jax[cuda13]', JAX 0.12 or newer, on Python 3.12 or newer"
-_MOST_GPUS = 8  # of one host; the plugin's description knows no network between hosts
+_MOST_GPUS = 8  # of one host; the plugin's description has no network between hosts
 _HOST = (2, 2, 1)  # chips of a TPU host along each axis
 
 EXAMPLES = ("here", "h100", "h100:8", "v4:2x2x1", "v5e", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
@@ -68,7 +68,7 @@ NAMES = (
 
 
 def find(name: str) -> Topology:
-    """The devices of a name; for devices that are not here, to be called before JAX starts any other than CPUs."""
+    """Find devices by name. For devices that are not attached, call this before JAX starts anything but CPUs."""
     generation, colon, shape = name.partition(":")
     if name == "here":
         return _here()
@@ -80,14 +80,14 @@ def find(name: str) -> Topology:
 
 
 def prepare(name: str) -> None:
-    """Tell JAX to start on CPUs alone, and libtpu not to look for TPUs."""
+    """Make JAX start on CPUs only, and keep libtpu from looking for TPUs."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     for variable, value in {
-        "TPU_SKIP_MDS_QUERY": "1",  # no question to Google Cloud about the machine
+        "TPU_SKIP_MDS_QUERY": "1",  # do not query Google Cloud about the machine
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_WORKER_ID": "0",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # two plans at a time: there is no TPU over which they could quarrel
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # two plans at a time have no TPU to compete for
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }.items():
         os.environ.setdefault(variable, value)
@@ -104,7 +104,7 @@ def _here() -> Topology:
         devices = jax.devices()
     except RuntimeError as error:  # JAX_PLATFORMS names a missing platform
         raise UserError(f"--topology=here: JAX finds no device: {str(error).splitlines()[0]}") from error
-    limit = memory_stats(devices[0]).get("bytes_limit")  # CPUs tell none
+    limit = memory_stats(devices[0]).get("bytes_limit")  # CPUs report none
     return Topology("here", devices[0].platform, devices, limit and limit / 2**30)
 
 
@@ -112,7 +112,7 @@ def _tpu(name: str, generation: str, shape: str) -> Topology:
     known = _TPUS[generation]
     sizes = _sizes(name, generation, shape or "x".join("1" * known.axes))
     options = dict(known.options)
-    if all(size <= most for size, most in zip(sizes, _HOST)):  # a part of one host, of which libtpu must be told
+    if all(size <= most for size, most in zip(sizes, _HOST)):  # a part of one host, which libtpu must know
         options["chips_per_host_bounds"] = (*sizes, *(1,) * (3 - len(sizes)))
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(f"--topology={name} needs libtpu: pip install 'jax[tpu]'")
@@ -123,7 +123,7 @@ def _tpu(name: str, generation: str, shape: str) -> Topology:
 
 
 def _sizes(name: str, generation: str, shape: str) -> tuple[int, ...]:
-    """The chips along each axis; libtpu ends the process for a size of 0, and takes slices that there are not."""
+    """Parse and check the chips along each axis: libtpu exits on a size of 0, and accepts slices that do not exist."""
     known = _TPUS[generation]
     example = "x".join(map(str, _HOST[: known.axes]))
     if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", shape) or shape.count("x") + 1 != known.axes:
@@ -142,13 +142,13 @@ def _h100(name: str, count: str) -> Topology:
         raise UserError(f"--topology={name}: expected h100:1 to h100:{_MOST_GPUS}, the GPUs of one host")
     prepare(name)
     target = _target(name)
-    shape = f"1x1x{int(count or 1)}"  # slices, hosts, GPUs of a host
+    shape = f"1x1x{int(count or 1)}"  # slices, hosts, GPUs per host
     devices = _described(name, platform="cuda", topology_name="h100", target_config=target, topology=shape)
     return Topology(name, "gpu", devices, _H100_GIB, *_H100_PEAKS)
 
 
 def _target(name: str) -> str:
-    """XLA's description of a GPU: it lies as text inside JAX's CUDA plugin, which has one for each GPU it knows."""
+    """Find XLA's description of an H100: JAX's CUDA plugin contains one, as text, for each GPU that it knows."""
     spec = importlib.util.find_spec("jax_plugins")
     folders = [Path(folder) for folder in (spec.submodule_search_locations if spec else ())]
     plugins = sorted(plugin for folder in folders for plugin in folder.glob("xla_cuda*/xla_cuda_plugin.so"))

@@ -31,15 +31,15 @@ def curves(
     """Draw curves on `axes`.
 
     Args:
-      axes: of matplotlib.
+      axes: matplotlib axes.
       series: (xs, ys) by name; NaN leaves a gap.
       x, y: axis labels, with the unit.
       log: "x", "y" or "xy": logarithmic axes.
       spread: by name, a deviation for each point, or a pair (low, high) of the ends at each point, drawn as a band.
       dashed: names of dashed curves, such as a theoretical one.
       markers: whether to mark the points.
-      labels: where the names stand: in a "legend", or at the right end of each "line".
-      colors: by name; by default of `COLORS`.
+      labels: where the names go: in a "legend", or at the right end of each "line".
+      colors: colours by name; `COLORS` by default.
 
     >>> figure, axes = plt.subplots()
     >>> curves(axes, {"a": ([0, 1], [2, 1])}, x="step", y="loss", labels="line")
@@ -57,7 +57,7 @@ def curves(
             low, high = spread[name] if is_pair else (np.subtract(ys, spread[name]), np.add(ys, spread[name]))
             width = 0 if len(xs) > 1 else 1.5  # the band of a single point is a bar
             axes.fill_between(xs, low, high, color=look["color"], alpha=0.18, linewidth=width)
-        points = line.get_xydata()  # numbers, also of words on an axis
+        points = line.get_xydata()  # numbers, even if an axis has words
         if len(drawn := points[np.isfinite(points).all(axis=1)]):
             ends[name] = *drawn[-1], look["color"]
     _scale(axes, series, log)
@@ -89,10 +89,10 @@ def lines(series: Mapping[str, tuple], title: str, **options) -> Figure:
 
 
 def panels(drawn: Mapping[str, Mapping], title: str, *, columns: int = 2) -> Figure:
-    """Several panels of curves, in which a name has one colour.
+    """Draw several panels of curves; a name has the same colour in all of them.
 
     Args:
-      drawn: by the panel's title, the arguments of `curves`, except its axes.
+      drawn: the arguments of `curves`, except `axes`, by the panel's title.
       title: the finding; "" for none.
       columns: panels per row.
 
@@ -121,14 +121,14 @@ def runs(
     """Losses of runs over steps: validation as points on a line, training behind them in the same colour.
 
     A group of runs, such as several seeds, has one colour: a line with points for the mean validation loss, at the
-    steps that all of them have, and a thin line for each run.
+    steps that all its runs have, and a thin line for each run.
 
     Args:
       workdirs: as for `attnlab.metrics`: a folder, a glob, or several.
       title: the finding.
       y: label of the loss axis.
-      groups: group by the run's name, both as in `attnlab.metrics`; a run without a group is drawn alone.
-      colors: by the name of a run or group; by default of `COLORS`.
+      groups: the group of each run, by its name in `attnlab.metrics`; a run without a group is drawn alone.
+      colors: colours by the name of a run or group; `COLORS` by default.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -155,15 +155,15 @@ def runs(
 
 
 def _losses(columns: Mapping, name: str, split: str) -> dict[int, float]:
-    """The finite losses of a run by step."""
+    """Return the finite losses of a run by step."""
     chosen = (columns["run"] == name) & (columns["split"] == split) & np.isfinite(columns["loss"])
     return dict(zip(columns["step"][chosen].tolist(), columns["loss"][chosen].tolist()))
 
 
 def _scale(axes: Axes, series: Mapping[str, tuple], log: str) -> None:
-    """Make axes logarithmic, with ticks that can be read."""
+    """Make the axes in `log` logarithmic, and all ticks readable."""
     for axis in (axes.xaxis, axes.yaxis):
-        if isinstance(axis.get_major_formatter(), ScalarFormatter):  # not words, nor powers of ten
+        if isinstance(axis.get_major_formatter(), ScalarFormatter):  # neither words nor powers of ten
             axis.set_major_formatter(FuncFormatter(lambda value, _, axis=axis: _tick(value, axis)))
             axis.get_major_locator().set_params(nbins=6)  # room for long numbers
     if "x" in log:
@@ -187,7 +187,7 @@ def _scale(axes: Axes, series: Mapping[str, tuple], log: str) -> None:
 
 
 def _tick(value: float, axis: Axis) -> str:
-    """A number with separators, in millions or more where the axis is long."""
+    """Format a number with separators, in units of 10⁶ or 10⁹ if the axis has large values."""
     most = max(map(abs, axis.get_view_interval()))
     unit, name = next(
         ((10**power, name) for power, name in ((9, " G"), (6, " M")) if most >= 10 ** (power + 1)), (1, "")
@@ -196,7 +196,7 @@ def _tick(value: float, axis: Axis) -> str:
 
 
 def _label_ends(axes: Axes, ends: Mapping[str, tuple]) -> None:
-    """Write each name right of its (x, y, color); names that would overlap move up and down, as little as possible."""
+    """Write each name to the right of its (x, y, color), moving names up or down just enough not to overlap."""
     axes.autoscale_view()
     names, size, right, points = list(ends), _style.LABEL_SIZE, -math.inf, 72 / axes.figure.dpi
     places = points * axes.transData.transform([ends[name][:2] for name in names])

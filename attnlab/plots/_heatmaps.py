@@ -35,7 +35,7 @@ def weights(
       mask: which keys each query may attend to, a mask or bool `[Tq, Tk]`; masked cells and −inf are grey.
       marks: `[Tq]`, the correct key of each query, −1 for none; drawn as rings.
       mark_label: legend of the rings.
-      label: of the colour bar.
+      label: label of the colour bar.
       x, y: axis labels.
 
     >>> figure = weights(np.eye(2), "Each word attends to itself", queries=["el", "gato"])
@@ -72,11 +72,11 @@ def heads(
     Args:
       values: `[H, Tq, Tk]`.
       title: the finding.
-      tokens: row and column labels; of too many, every n-th is shown.
+      tokens: row and column labels; if there are too many, only every n-th is shown.
       mask: which keys each query may attend to, a mask or bool `[Tq, Tk]` or `[H, Tq, Tk]`; masked cells are grey.
       names: a title for each head; "head 0", … if empty.
       columns: heads per row.
-      label: of the colour bar.
+      label: label of the colour bar.
 
     >>> len(heads(np.ones((3, 2, 2)) / 2, "Untrained heads attend to all keys").axes)  # three heads and the colour bar
     4
@@ -104,7 +104,7 @@ def atlas(patterns, title: str, *, causal: bool = False) -> Figure:
     Args:
       patterns: `[L, H, Tq, Tk]`, or for each layer `[H, Tq, Tk]`; layers may differ in H.
       title: the finding.
-      causal: leaves out the cells above the diagonal.
+      causal: whether to hide the cells above the diagonal.
 
     >>> figure = atlas(np.ones((2, 3, 4, 4)) / 4, "Untrained heads attend to all keys")
     >>> [text.get_text() for text in figure.axes[0].get_yticklabels()]
@@ -140,7 +140,7 @@ def effects_grid(values, title: str, *, layers: Sequence[str] = (), label: str =
       values: `[L, H]`; NaN where a layer has no such head. If any is negative, colours diverge from white at 0.
       title: the finding.
       layers: names of the rows; "layer 0", … if empty.
-      label: of the colour bar, with the unit.
+      label: label of the colour bar, with the unit.
 
     >>> figure = effects_grid([[0.1, -0.2]], "Head 1 lowers the loss", label="change of the loss (nats)")
     >>> [text.get_text() for text in figure.axes[0].texts]
@@ -168,7 +168,7 @@ def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 1
     """Which keys each query may attend to: one square per pair, dark where visible.
 
     Args:
-      shown: masks, or bool `[Tq, Tk]` arrays, by name; of a mask that differs between sequences or heads, the first.
+      shown: masks, or bool `[Tq, Tk]` arrays, by name; if a mask differs between sequences or heads, only the first.
       title: the finding.
       length: Tq and Tk of the masks.
       columns: masks per row.
@@ -185,7 +185,7 @@ def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 1
             axes.imshow(visible, cmap=plt.matplotlib.colors.ListedColormap(_style.LEVELS), vmin=0, vmax=1)
             axes.set_title(name)
             axes.set(xticks=[], yticks=[])
-            if max(visible.shape) <= 24:  # large enough cells
+            if max(visible.shape) <= 24:  # the cells are large enough
                 axes.set_xticks(np.arange(visible.shape[1] - 1) + 0.5, minor=True)
                 axes.set_yticks(np.arange(visible.shape[0] - 1) + 0.5, minor=True)
                 axes.grid(which="minor", color="white", linewidth=0.7)
@@ -195,7 +195,7 @@ def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 1
 
 
 def _thumbnails(layer, causal: bool, pixels: int) -> np.ndarray:
-    """`[H, Tq, Tk]` in at most `pixels` rows and columns, the largest of each block; NaN above the diagonal."""
+    """Reduce `[H, Tq, Tk]` to at most `pixels` rows and columns by block maxima; if causal, NaN above the diagonal."""
     for axis in (-2, -1):
         length = layer.shape[axis]
         starts = np.arange(min(length, pixels)) * length // min(length, pixels)
@@ -204,7 +204,7 @@ def _thumbnails(layer, causal: bool, pixels: int) -> np.ndarray:
 
 
 def _masked(values, mask) -> np.ma.MaskedArray:
-    """`values` `[Tq, Tk]` or `[H, Tq, Tk]`, with masked or not finite cells hidden."""
+    """Hide the masked and non-finite cells of `values`, `[Tq, Tk]` or `[H, Tq, Tk]`."""
     values = np.asarray(values, np.float32)
     visible = np.isfinite(values)
     if isinstance(mask, Mask):
@@ -215,7 +215,7 @@ def _masked(values, mask) -> np.ma.MaskedArray:
 
 
 def _heat(axes, values, scale):
-    """Draw `values` `[Tq, Tk]`; the colours span the range of `scale`, 0 included."""
+    """Draw `values`, `[Tq, Tk]`; the colours span the range of `scale`, including 0."""
     low, high = scale.compressed().min(initial=0), scale.compressed().max(initial=0)
     colors = plt.get_cmap(_style.WEIGHTS).with_extremes(bad=_style.MASKED)
     aspect = "auto" if values.shape[0] != values.shape[1] else None
@@ -223,7 +223,7 @@ def _heat(axes, values, scale):
 
 
 def _explained(figure, image, axes, values, legend, label, title) -> Figure:
-    """The figure with a legend, of the masked cells as well, a colour bar and a title."""
+    """Add a legend, with an entry for masked cells if there are any, a colour bar and a title."""
     if np.ma.is_masked(values):
         legend = [Patch(facecolor=_style.MASKED, label="masked"), *legend]
     if legend:
@@ -233,7 +233,7 @@ def _explained(figure, image, axes, values, legend, label, title) -> Figure:
 
 
 def _label_cells(axes, row_labels, column_labels, height, width) -> None:
-    """Label the rows and columns of a heat map, in a smaller font or every n-th if labels would overlap."""
+    """Label the rows and columns of a heat map, in a smaller font or only every n-th if labels would overlap."""
     for labels, inches, axis in ((row_labels, height, axes.yaxis), (column_labels, width, axes.xaxis)):
         if len(labels):
             room = 72 * inches / len(labels)

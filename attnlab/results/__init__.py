@@ -1,1 +1,1 @@
-"""How results are judged and shown: statistics over seeds, tables, charts, and one page."""
+"""Judge and show results: statistics over seeds, tables, charts, and one page."""

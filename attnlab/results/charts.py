@@ -1,4 +1,4 @@
-"""The figures of a page: charts that matplotlib draws as SVG, and pictures of others, as addresses of images."""
+"""Figures of a page, as data URLs of images: charts that matplotlib draws as SVG, and existing PNG pictures."""
 
 import base64
 import io
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 
-SIZE = 5.2, 3.3  # inches of a chart, which a page shows as they are
+SIZE = 5.2, 3.3  # inches of a chart on a page
 
 
 class Figure(NamedTuple):
     """A figure of a page.
 
     Attributes:
-      title: stands above it.
-      alt: what it shows, in words, for those who cannot see it.
-      draw: makes a figure of matplotlib, in which names have some colours; a page inverts its lightness in the dark.
-      png: a picture, in place of `draw`, which no page changes.
+      title: shown above the figure.
+      alt: description for readers who cannot see the figure.
+      draw: returns a matplotlib figure that uses the colours by name; a page inverts its lightness in dark mode.
+      png: a picture in place of `draw`, shown unchanged.
     """
 
     title: str
@@ -31,7 +31,7 @@ class Figure(NamedTuple):
     png: bytes = b""
 
     def address(self, names: Sequence[str]) -> str:
-        """The image as an address, `data:…`; the names of all variants have their colours in this order.
+        """Return the image as a `data:…` URL; `names`, of all variants, get their colours in this order.
 
         Raises:
           UserError: matplotlib is not installed.
@@ -43,7 +43,7 @@ class Figure(NamedTuple):
 
         colors = dict(zip(map(documents.valid_unicode, names), itertools.cycle(_style.COLORS + _style.MORE_COLORS)))
         drawn = io.BytesIO()
-        # Texts stay texts, and ids are the same for the same figure.
+        # Text stays text, and the same figure always gets the same ids.
         with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": self.title}):
             self.draw(colors).savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
         return f"data:image/svg+xml;base64,{base64.b64encode(drawn.getvalue()).decode()}"
@@ -57,8 +57,8 @@ def curves(
     spread: Mapping[str, tuple],
     log: str = "",
 ) -> Figure:
-    """Lines on one pair of axes: (xs, ys) and (lows, highs) by name; `log` is "x" for a logarithmic axis."""
-    clean = documents.valid_unicode  # matplotlib fails at lone surrogates
+    """Plot lines on one pair of axes, from (xs, ys) and (lows, highs) by name; `log` is "x" for a logarithmic axis."""
+    clean = documents.valid_unicode  # matplotlib fails on lone surrogates
     series, spread = ({clean(name): values for name, values in each.items()} for each in (series, spread))
 
     def draw(colors):

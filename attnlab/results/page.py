@@ -1,4 +1,4 @@
-"""One offline HTML page of results: the answer in sentences, tables, figures, and what they are of."""
+"""One offline HTML page of results: the answer in sentences, tables, figures, and their provenance."""
 
 import types
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from attnlab.support import documents, paths
 from attnlab.support.errors import UserError
 
 FOLDER = Path(__file__).parent
-COLORS = 12  # in page.css; later variants repeat them
+COLORS = 12  # in page.css; further variants repeat them
 LOOKS = {  # classes in page.css
     "better": "good better",
     "worse": "bad worse",
@@ -27,14 +27,14 @@ class Section(NamedTuple):
     """One task, text, study, or check.
 
     Attributes:
-      title: of the section.
+      title: heading of the section.
       sentences: the answer.
-      command: what would decide that which is open.
-      table: the columns that it is about.
-      figures: below the table.
-      notes: how to read it, in sentences, beside the columns' own.
-      folded: tables and texts behind a summary, by name.
-      opened: texts below a summary, by name.
+      command: a command that would settle what is open.
+      table: the main columns.
+      figures: shown below the table.
+      notes: sentences on how to read the section, beyond the columns' help.
+      folded: collapsed tables and texts, by name.
+      opened: expanded texts, by name.
     """
 
     title: str
@@ -55,7 +55,7 @@ class Section(NamedTuple):
 
 
 def write(path: Path, title: str, about: Mapping[str, str], sections: Sequence[Section]) -> Path:
-    """Write a page, whole or not at all, and return its path; `about` says what it is of, by name."""
+    """Write a page atomically and return its path; `about` describes the origin of the results, by name."""
     links = "".join(f'<li><a href="#s{n}">{_name(section.title)}</a></li>' for n, section in enumerate(sections))
     names = list(dict.fromkeys(name for section in sections for name in section.names))
     parts = {
@@ -111,7 +111,7 @@ def _folded(content: Table | str, names: Sequence[str]) -> str:
 
 
 def _help(tables: Sequence[Table], notes: Sequence[str]) -> str:
-    """The notes, and what each column is."""
+    """The notes, and the help of each column."""
     columns = {column.key: column for table in tables for column in table.columns if column.title and column.help}
     terms = "".join(
         f"<div><dt>{escape(each.title)}</dt><dd>{escape(each.help)}</dd></div>" for each in columns.values()
@@ -138,7 +138,7 @@ def _table(table: Table, names: Sequence[str]) -> str:
         label = f'<th scope="row"{_key(row[first.key])}><div>{color}{_name(first.cell(row))}</div></th>'
         body += f"<tr>{label}{''.join(_cell(column.cell(row), row[column.key]) for column in others)}</tr>"
     drawn = f'<table class="sortable"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div class="scroll" role="region" tabindex="0" aria-label="Table">{drawn}</div>'  # also by the keyboard
+    return f'<div class="scroll" role="region" tabindex="0" aria-label="Table">{drawn}</div>'  # scrolls by keyboard
 
 
 def _is_numeric(values) -> bool:

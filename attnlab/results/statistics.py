@@ -1,8 +1,8 @@
-"""Means over seeds, their intervals, and differences: is one variant better than another, and could that be seen?
+"""Means over seeds, their intervals, and differences: is one variant better than another, and can these seeds show it?
 
-Differences between two variants are taken seed by seed, which share their initial key and the order of the data, and
-compared with Student's t, in both directions. The intervals of a table's differences are simultaneous (Bonferroni):
-with probability 95 % each contains its true difference. A verdict is an interval without 0.
+Differences between two variants are taken seed by seed, because runs of one seed share their initial key and the order
+of the data. They are tested with a two-sided Student's t. The intervals of a table's differences are simultaneous
+(Bonferroni): with probability 95 %, each contains its true difference. A verdict needs an interval that excludes 0.
 """
 
 import bisect
@@ -16,8 +16,8 @@ from scipy import optimize, stats
 
 from attnlab.types import Array
 
-LEVEL = 0.05  # the probability of a false verdict in a table, at most
-POWER = 0.8  # with which a difference counts as one that could be seen
+LEVEL = 0.05  # the highest probability of a false verdict in a table
+POWER = 0.8  # the probability with which a detectable difference is detected
 MOST_SEEDS = 1000
 OPEN = "not told apart"
 
@@ -25,11 +25,11 @@ OPEN = "not told apart"
 class Interval(NamedTuple):
     """A mean over seeds, with its 95 % confidence interval (Student's t).
 
-    Of many such intervals, from other seeds, 95 % contain the mean over all seeds.
+    Over many repetitions with other seeds, 95 % of such intervals contain the mean over all seeds.
 
     Attributes:
       mean: the mean.
-      low, high: ends of the interval; the mean where there is one seed.
+      low, high: ends of the interval; the mean if there is only one seed.
       count: number of seeds.
 
     >>> f"{Interval.of([1.0, 2.0, 3.0]):.1f}"
@@ -43,7 +43,7 @@ class Interval(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float] | Array) -> "Interval":
-        """Compute the interval of some values, one per seed.
+        """Compute the interval of values, one per seed.
 
         Raises:
           ValueError: no values, or an array of more than one axis.
@@ -67,9 +67,10 @@ class Interval(NamedTuple):
 def mean_and_margin(
     values: Sequence[float] | np.ndarray, level: float = LEVEL, resolution: float = 0.0
 ) -> tuple[float, float]:
-    """Mean, and half the width of its interval, which misses it with probability `level`, by Student's t.
+    """Mean, and half the width of its Student's t interval, which misses the true mean with probability `level`.
 
-    NaN for fewer than two values. Their deviation counts as at least the rounding's to multiples of `resolution`.
+    Half the width is NaN for fewer than two values. The deviation of the values counts as at least that caused by
+    rounding to multiples of `resolution`.
     """
     values, count = np.asarray(values, np.float64), len(values)
     if count < 2:
@@ -79,21 +80,21 @@ def mean_and_margin(
 
 
 def quantile(seeds: int, level: float = LEVEL) -> float:
-    """Half the width of an interval in standard errors of its mean, by Student's t."""
+    """Half the width of a Student's t interval, in standard errors of its mean."""
     return float(stats.t.ppf(1 - level / 2, seeds - 1))
 
 
 class Difference(NamedTuple):
-    """A variant's losses minus another's, by seed.
+    """Statistics of a variant's losses minus another's, by seed.
 
     Attributes:
       mean: below 0 where the variant is better.
       interval: half the width of the simultaneous 95 % interval of the mean; NaN for one seed.
-      p: of the mean under no difference, corrected for the number of variants.
-      verdict: "better", "worse", "not told apart", or "failed" where no seed has both results.
-      detectable: the smallest difference that would be seen with probability 80 %.
-      seeds_needed: seeds with which the mean found would be seen with that probability, at most 1000: by the spread of
-        these seeds, and by both ends of its 95 % interval; None where it was seen, or is 0.
+      p: p-value of the mean if there were no difference, corrected for the number of variants.
+      verdict: "better", "worse", "not told apart", or "failed" if no seed has both results.
+      detectable: the smallest difference that would be detected with probability 80 %.
+      seeds_needed: seeds that would detect the observed mean with that probability, at most 1000: from the spread of
+        these seeds, and from both ends of its 95 % interval; None if the mean was detected, or is 0.
     """
 
     mean: float
@@ -107,12 +108,12 @@ class Difference(NamedTuple):
 def differences(
     losses: Sequence[Sequence[float]] | np.ndarray, resolution: float = 0.0, of: int | None = None
 ) -> list[Difference]:
-    """Each variant's differences from the first one.
+    """Compute each variant's difference from the first one.
 
     Args:
-      losses: of each variant, by seed, the same seeds for all: `[variants][seeds]`; NaN where a run failed.
-      resolution: the step between two losses, 1/N for shares of N answers: seeds that agree to it may still differ.
-      of: how many differences the table has; None for these.
+      losses: losses by variant and seed, the same seeds for all: `[variants][seeds]`; NaN where a run failed.
+      resolution: the smallest step between two losses, 1/N for shares of N answers; equal results may differ below it.
+      of: number of differences in the table; None if these are all.
 
     Returns:
       One for each variant but the first.
@@ -127,7 +128,7 @@ def differences(
 
 
 def known(values) -> np.ndarray:
-    """The values that are not NaN, as of runs that failed."""
+    """Return the values that are not NaN; failed runs have NaN."""
     values = np.asarray(values, np.float64)
     return values[~np.isnan(values)]
 
@@ -147,7 +148,7 @@ def _difference(paired: np.ndarray, variants: int, resolution: float) -> Differe
 
 
 def power(effect: float, seeds: int, level: float = LEVEL) -> float:
-    """The probability of a verdict, by the paired t-test, where the true mean is `effect` standard deviations."""
+    """Probability of a verdict by the paired t-test, if the true mean is `effect` standard deviations."""
     critical, shift = quantile(seeds, level), effect * seeds**0.5
     if seeds > 100:  # where the noncentral t is nearly normal, and scipy's may be NaN
         return float(stats.norm.sf(critical - shift) + stats.norm.cdf(-critical - shift))
@@ -156,7 +157,7 @@ def power(effect: float, seeds: int, level: float = LEVEL) -> float:
 
 @functools.cache
 def detectable_effect(seeds: int, level: float = LEVEL) -> float:
-    """The effect, in standard deviations of the differences, that is seen with probability `POWER`."""
+    """The effect, in standard deviations of the differences, that is detected with probability `POWER`."""
     highest = 1.0
     while power(highest, seeds, level) < POWER:
         highest *= 2
@@ -164,5 +165,5 @@ def detectable_effect(seeds: int, level: float = LEVEL) -> float:
 
 
 def seeds_needed(effect: float, level: float = LEVEL) -> int:
-    """The number of seeds with which an effect is seen with probability `POWER`, at most `MOST_SEEDS`."""
+    """Number of seeds that detect an effect with probability `POWER`, at most `MOST_SEEDS`."""
     return bisect.bisect_left(range(MOST_SEEDS), POWER, lo=2, key=lambda seeds: power(effect, seeds, level))

@@ -1,4 +1,4 @@
-"""Tables of results: a column is declared once, and drawn in a terminal, in Markdown, in CSV and on a page."""
+"""Tables of results: a column is declared once, and shown in a terminal, in Markdown, in CSV and on a page."""
 
 import io
 import math
@@ -12,20 +12,20 @@ import rich.table
 from rich.console import Console
 from rich.text import Text
 
-UNBOUND = 10_000  # characters of a line of a file
+UNBOUND = 10_000  # characters per line when the output is a file
 
 
 class Column(NamedTuple):
     """A column of a table.
 
     Attributes:
-      key: its values in the rows, and its name in the CSV file.
-      title: its name for readers; "" for a column of the CSV file alone.
-      read: computes the value from the subject of a row, None where it has none; of rows that are there it is None.
-      unit: of the value, and of its interval.
-      format: of the value, such as ".4f"; or a function from a row to the text of its cell.
-      help: a sentence on what it is.
-      usual: a value that says nothing: a column without another one is not shown.
+      key: the key of its values in the rows, and its name in the CSV file.
+      title: its name for readers; "" for a column that only the CSV file has.
+      read: computes the value, or None, from the subject of a row; None for a table whose rows already exist.
+      unit: unit of the value, and of its interval.
+      format: format of the value, such as ".4f"; or a function from a row to the text of its cell.
+      help: a sentence that explains the column.
+      usual: an uninformative value; a column without any other value is hidden.
       empty: the text of a cell without a value.
     """
 
@@ -39,7 +39,7 @@ class Column(NamedTuple):
     empty: str = ""
 
     def cell(self, row: Mapping[str, Any]) -> str:
-        """The text of a row's cell."""
+        """Return the text of a row's cell."""
         value = row[self.key]
         if is_missing(value):
             return self.empty
@@ -51,7 +51,7 @@ class Column(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows, and the columns that are declared for them.
+    """Rows, and the columns declared for them.
 
     >>> columns = [Column("name", "variant", lambda of: of[0]), Column("loss", "loss", lambda of: of[1], "nats", ".2f")]
     >>> print(Table.of(columns, [("rotary", 1.5), ("none", -0.25)]))
@@ -65,16 +65,16 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, columns: Sequence[Column], subjects: Iterable) -> "Table":
-        """The table of some subjects, a row for each."""
+        """Build a table with a row for each subject."""
         return cls(columns, [{column.key: column.read(subject) for column in columns} for subject in subjects])
 
     def only(self, *keys: str) -> "Table":
-        """Some of its columns, in the order of their keys."""
+        """Select columns, in the order of `keys`."""
         by_key = {column.key: column for column in self.columns}
         return self._replace(columns=[by_key[key] for key in keys])
 
     def shown(self) -> "Table":
-        """The columns for readers that say something."""
+        """Select the titled columns that hold an informative value."""
         return self._replace(
             columns=[
                 column
@@ -90,17 +90,17 @@ class Table(NamedTuple):
         return [f"{column.title} ({column.unit})" if column.unit else column.title for column in self.columns]
 
     def cells(self) -> list[list[str]]:
-        """The texts of all rows."""
+        """Return the texts of all cells, by row."""
         return [[column.cell(row) for column in self.columns] for row in self.rows]
 
     def text(self, width: int | None = None) -> str:
-        """Aligned columns, folded to fit a width: the terminal's where there is one."""
+        """Format aligned columns, wrapped to fit a width, by default the terminal's if there is one."""
         if width is None:
             width = shutil.get_terminal_size().columns if sys.stdout.isatty() else UNBOUND
         drawn = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_edge=False)
         cells = self.cells()
         for at, head in enumerate(self.heads):
-            # Words fold, and intervals do not.
+            # Words wrap, but intervals do not.
             least = max([6 if at else 12, *(len(line[at]) for line in cells if "±" in line[at])])
             is_name = at == 0 and any(isinstance(row[self.columns[0].key], str) for row in self.rows)
             look = {"justify": "left" if is_name else "right", "overflow": "fold"}
@@ -114,7 +114,7 @@ class Table(NamedTuple):
     __str__ = text
 
     def markdown(self, before: Sequence[str] = (), after: Sequence[str] = ()) -> str:
-        """The table in Markdown, between paragraphs."""
+        """Format the table in Markdown, between paragraphs."""
         heads, *lines = [[_plain(cell) for cell in line] for line in [self.heads, *self.cells()]]
         table = "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *lines])
         return "\n\n".join([*map(_plain, before), table, *map(_plain, after)]) + "\n"
@@ -123,9 +123,9 @@ class Table(NamedTuple):
 def with_interval(
     key: str, title: str, read: Callable[[Any], tuple[float, float] | None], unit: str, sign: str = "", help: str = ""
 ) -> list[Column]:
-    """Two columns: a mean, drawn with half the width of its interval, and this, in the CSV file alone.
+    """Return two columns: a mean, shown ± half the width of its interval, and this half width, only in the CSV file.
 
-    `read` returns both; a mean may be drawn with a `sign`, "+".
+    `read` returns both values; `sign` "+" shows the sign of positive means.
     """
 
     def part(at: int) -> Callable[[Any], float | None]:
@@ -147,17 +147,17 @@ def with_interval(
 
 
 def decimals(size: float | None, least: int) -> int:
-    """Decimals that show the first digit of an interval, or of a number without one."""
+    """Number of decimals that shows the first digit of a size, at least `least`."""
     return least if not size else min(9, max(least, -math.floor(math.log10(abs(size)))))
 
 
 def number(value: int | float) -> str:
-    """A whole number, or three digits of a large one."""
+    """Format a number without decimals, or a large one with three digits."""
     return f"{value:,.0f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
 def minus(text: str) -> str:
-    """A number's text with a true minus, but in its exponent, so that flags take it."""
+    """Write a number's text with a true minus, except in its exponent, so that flags accept it."""
     return re.sub(r"(?<!e)-", "−", text)
 
 
@@ -167,5 +167,5 @@ def is_missing(value) -> bool:
 
 
 def _plain(text: str) -> str:
-    """One line of Markdown that shows the text as it is."""
+    """Escape a text as one line of Markdown that shows it unchanged."""
     return re.sub(r"[\\|`*<\[$~&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))

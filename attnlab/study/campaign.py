@@ -1,10 +1,10 @@
-"""All studies as processes, and one HTML report of their verdicts and figures.
+"""Run all studies as processes, and write one HTML report of their verdicts and figures.
 
 python -m attnlab.study all --fast --out runs/all
 python -m attnlab.study all --only=markov,induction,path/to/mine.py --out runs/some
 
-A study that fails does not end the others. The report is written anew after each study; results that are there already
-are kept, so that the same command goes on where it was killed.
+A study that fails does not end the others. The report is rewritten after each study. Existing results are kept, so that
+the same command resumes where it was killed.
 """
 
 import collections
@@ -34,7 +34,7 @@ def define(values, argv) -> None:
 
 
 def run(values) -> int:
-    """Run the studies and write `report.html`; returns 1 if one failed, whatever the verdicts."""
+    """Run the studies and write `report.html`; return 1 if one failed, whatever the verdicts."""
     folder, ended, modules = Path(values.out or "runs/study-all"), {}, {}
     for study in dict.fromkeys(values.only or registry.STUDIES):
         name, path = Path(study).stem, values.path if registry.reads_text(registry.load(study)) else ""
@@ -70,7 +70,7 @@ def run(values) -> int:
 
 
 def _outcome(result: Result | str | None) -> str:
-    """How a study ended: by its result, or its error; None before it has run."""
+    """Name how a study ended, from its result or its error; `result` is None before it has run."""
     if not result or isinstance(result, str):
         return "failed" if result else "not run yet"
     return "holds" if result.held else "does not hold"
@@ -91,7 +91,7 @@ COLUMNS = [
 
 
 def _write(ended: Mapping[str, Result | str | None], folder: Path) -> None:
-    """Write the report: how each study ended, and each with its figure."""
+    """Write the report: how each study ended, and a section with a figure for each that ran."""
     ran, table = [result for result in ended.values() if isinstance(result, Result)], Table.of(COLUMNS, ended.items())
     outcomes = collections.Counter(row["outcome"] for row in table.rows)
     summary = f"{outcomes['holds']} of {len(ran)} claims hold"

@@ -1,4 +1,4 @@
-"""Training of small models within a study, with the trainer's optimizer and losses."""
+"""Train small models within a study, with the trainer's optimizer and losses."""
 
 import functools
 import inspect
@@ -53,7 +53,7 @@ def fit(
 
 
 def adamw(steps: int, learning_rate: float, weight_decay: float = 0.0) -> optax.GradientTransformation:
-    """The trainer's optimizer: AdamW behind clipping, with a warm-up over a tenth of the steps, cosine decay to 0."""
+    """The trainer's optimizer: clipping, then AdamW with warm-up over a tenth of the steps and cosine decay to 0."""
     rates = {"learning_rate": float(learning_rate), "weight_decay": float(weight_decay), "b2": 0.99}
     return optimizers.make(Optimizer(**rates, warmup_steps=max(1, steps // 10)), steps)
 
@@ -70,13 +70,13 @@ def fit_seeds(
 ) -> Iterator[tuple[int, dict]]:
     """Train one model per seed, side by side, and yield the parameters of all at chosen steps.
 
-    The seeds are split over devices (the study command makes one of each CPU core), and run side by side on a device by
-    `vmap`. All steps between two looks are one compiled loop, which draws the batches.
+    The seeds are split over devices (the study command makes each CPU core a device), and the seeds on one device run
+    side by side by `vmap`. All steps between two looks are one compiled loop, which also draws the batches.
 
     Args:
       loss: `loss(params, batch)`, a scalar.
       init: `init(key)`, the initial parameters.
-      batches: `batches(step, seed)`, the batch of a step, both numbers traced: see `attnlab.data.tasks`.
+      batches: `batches(step, seed)`, the batch of a step; both arguments are traced, see `attnlab.data.tasks`.
       optimizer: e.g. `adamw`.
       seeds: one model each. A multiple of the number of devices keeps all of them busy.
       looks: increasing numbers of updates, the last of which ends the training; 0 gives the initial parameters.
@@ -86,7 +86,7 @@ def fit_seeds(
       `(step, params)`, NumPy arrays with a leading axis for the seeds.
     """
     state, run = _side_by_side(loss, init, batches, optimizer, seeds)
-    done, piece = 0, max(1, looks[-1] // 100)  # pieces are for the progress alone
+    done, piece = 0, max(1, looks[-1] // 100)  # pieces serve only progress reports
     for look in looks:
         while done < look:
             end = min(look, done + piece)
@@ -122,7 +122,7 @@ def _side_by_side(loss, init, batches, optimizer, seeds):
 
 
 def next_token(model: nn.Module) -> dict[str, Callable]:
-    """The `loss` and `init` for `fit_seeds` of a language model, whose batches are tokens `[B, T + 1]`."""
+    """Return `loss` and `init` of a language model for `fit_seeds`, with batches of tokens `[B, T + 1]`."""
     takes_targets = "targets" in inspect.signature(model.__call__).parameters
 
     def loss(variables, tokens):
@@ -149,11 +149,11 @@ class StudyText(NamedTuple):
     language: str  # "es" if the text looks Spanish, else "en"
 
     def batches(self, context: int, batch_size: int, seed: int) -> Callable[[int], Batch]:
-        """The function that returns the training batch of a step."""
+        """Return a function from a step to its training batch."""
         return TrainBatches(self.train, context=context, batch_size=batch_size, seed=seed).__getitem__
 
     def windows(self, context: int, batch_size: int) -> Callable:
-        """For `fit_seeds`: `windows(step, seed)` draws `[batch_size, context + 1]` tokens of the training text."""
+        """Return `batches` for `fit_seeds`: a call draws `[batch_size, context + 1]` tokens of the training text."""
         text = jnp.asarray(self.train, jnp.int32)
 
         def draw(step, seed):
@@ -163,12 +163,12 @@ class StudyText(NamedTuple):
         return draw
 
     def held_out(self, context: int, batch_size: int, windows: int) -> Iterator[Batch]:
-        """Batches of windows of the validation text."""
+        """Return batches of windows of the validation text."""
         return iter(EvalBatches(self.validation, context=context, batch_size=batch_size, windows=windows))
 
 
 def read(path: str, least: int = 1) -> StudyText:
-    """The text at `path`, or the Python language reference; UserError for a validation text below `least` tokens."""
+    """Read a text, or the Python language reference; raise UserError for fewer than `least` validation tokens."""
     corpus = corpora.read_text("text", path=path) if path else corpora.read_text("python_docs")
     tokenizer = tokenizers.make("char", corpus.text)
     train, validation = tokenizer.encode(corpus.train), tokenizer.encode(corpus.validation)

@@ -21,7 +21,7 @@ def load(study: str) -> ModuleType:
     """Import a study.
 
     Args:
-      study: its name, or the path of a file that defines `measure`, `judge` and `draw` as `attnlab.study.report` says.
+      study: its name, or the path of a file that defines `measure`, `judge` and `draw` as in `attnlab.study.report`.
 
     Raises:
       UserError: an unknown name, or a file that cannot be imported or lacks a part.
@@ -42,7 +42,7 @@ def _import_file(path: Path) -> ModuleType:
         raise UserError(f"{path}: no such file; expected a study: {FORM}")
     spec = importlib.util.spec_from_file_location(f"study_{path.stem}", path.resolve())
     study = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up annotations there
-    sys.path.insert(0, str(path.resolve().parent))  # its neighbours can be imported, as by `python path`
+    sys.path.insert(0, str(path.resolve().parent))  # lets it import its neighbours, as `python path` does
     with_errors_named(str(path), lambda: spec.loader.exec_module(study))
     docstring = (_documented(study).__doc__ or "").strip()
     if not docstring or not all(callable(getattr(study, part, None)) for part in PARTS):
@@ -51,7 +51,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def with_errors_named(study: str, call):
-    """The result of a call; an error in a user's study is one line with its place, one in attnlab's is a bug."""
+    """Return `call()`; an error in a user's study becomes one line with its place, and one in attnlab's is a bug."""
     try:
         return call()
     except (Exception, SystemExit) as error:
@@ -64,16 +64,16 @@ def with_errors_named(study: str, call):
 
 
 def _documented(study: ModuleType) -> ModuleType:
-    """A study with the docstring of its file, which Python drops with -OO."""
+    """Return a study with the docstring of its file, because Python drops it with -OO."""
     study.__doc__ = study.__doc__ or ast.get_docstring(ast.parse(Path(study.__file__).read_text(encoding="utf-8")))
     return study
 
 
 def reads_text(study: ModuleType) -> bool:
-    """Whether a study trains on a text, and so takes `--path`."""
+    """Whether a study trains on a text and so accepts `--path`."""
     return getattr(study, "READS_TEXT", False)
 
 
 def claim(study: ModuleType) -> str:
-    """The claim: the first line of a study's docstring."""
+    """Return the claim, the first line of a study's docstring."""
     return study.__doc__.strip().splitlines()[0]

@@ -62,7 +62,7 @@ class Verdict(NamedTuple):
 
 
 def table(rows: Sequence[dict], by: str, value: str) -> dict:
-    """Group rows by `by`, sorted: the list of `value`s of each group."""
+    """Group rows by `by`, sorted, and return the list of `value`s of each group."""
     grouped = {}
     for row in rows:
         grouped.setdefault(row[by], []).append(row[value])

@@ -1,4 +1,4 @@
-"""One study, run into a folder."""
+"""Run one study into a folder."""
 
 import contextlib
 import datetime
@@ -30,12 +30,12 @@ class Result(NamedTuple):
     """The content of result.json.
 
     Attributes:
-      claim, setup: the first line of the study's docstring, and the others.
+      claim, setup: the first line of the study's docstring, and the other lines.
       path: the text that the study ran on, "" for the default text.
-      held: whether all parts of the claim did.
+      held: whether all parts of the claim held.
       parts: whether each part of the claim held, and the measurement in words.
-      seeds: 0 where the rows name none.
-      rows: their number.
+      seeds: number of seeds; 0 if the rows name none.
+      rows: number of rows.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Result(NamedTuple):
 
 
 def read_result(file: Path) -> Result | None:
-    """The result in a file; None where there is no such file, and UserError where it is damaged."""
+    """Read the result in a file; return None if there is no such file, and raise UserError if it is damaged."""
     try:
         return Result(**files.read_json(file)) if file.exists() else None
     except (ValueError, TypeError) as error:
@@ -63,7 +63,7 @@ def read_result(file: Path) -> Result | None:
 
 
 class StudyProgress(Progress):
-    """The share of the work that is done, on standard error, so that standard output holds the results alone."""
+    """Show the progress of the work on standard error, so that standard output holds only the results."""
 
     def __init__(self, file=None, clock=None):
         columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
@@ -86,12 +86,12 @@ def define(values, argv) -> None:
 
 
 def run(name_or_file: str, values) -> int:
-    """Run a study and write NAME.csv, NAME.png, verdict.txt and, as the last, result.json; 0 whatever the verdict."""
+    """Run a study and write NAME.csv, NAME.png, verdict.txt and, last, result.json; return 0 whatever the verdict."""
     study, name = registry.load(name_or_file), Path(name_or_file).stem
     if values.path and not registry.reads_text(study):
         raise UserError(f"--path={values.path}: {name} does not train on a text: remove this flag")
     folder = Path(values.out or f"runs/study-{name}")
-    unfinished = (f"{name}.csv", f"{name}.png", VERDICT)  # of a study that was killed while it wrote
+    unfinished = (f"{name}.csv", f"{name}.png", VERDICT)  # left by a study that was killed while it wrote
 
     def foreign(names: list[str]) -> str:
         return "is not empty" if any(each[0] != "." and each not in unfinished for each in names) else ""
@@ -122,7 +122,7 @@ def _measured(study: ModuleType, values):
 
 
 def one_device_per_core() -> None:
-    """Let JAX make a device of each core, so that `fitting.fit_seeds` uses them all; too late once JAX has started."""
+    """Make each core a JAX device, so that `fitting.fit_seeds` uses them all; without effect once JAX has started."""
     chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     with contextlib.suppress(RuntimeError):
         if jax.config.jax_num_cpu_devices == -1 and not chosen:

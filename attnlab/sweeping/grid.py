@@ -19,7 +19,7 @@ from attnlab.config import RunConfig
 from attnlab.nn import records
 from attnlab.support.errors import ArgumentError, UserError
 
-LONGEST = 120  # characters of a run's name, which names its folder as well
+LONGEST = 120  # characters in a run's name, which is also the name of its folder
 
 
 class Point(NamedTuple):
@@ -31,8 +31,8 @@ class Point(NamedTuple):
 
 
 def points(grid: Sequence[str], base: RunConfig) -> list[Point]:
-    """The runs of a grid, changes of one config, in the order of its values, the last field varying fastest."""
-    base.check_effects()  # errors that are not of the grid
+    """Build the runs of a grid as changes of one config, in the order of its values; the last field varies fastest."""
+    base.check_effects()  # errors that the grid does not cause
     axes = list(map(_axis, grid))
     names = [field for axis in axes for field, _ in axis]
     if len(set(names)) < len(names):
@@ -51,7 +51,7 @@ def points(grid: Sequence[str], base: RunConfig) -> list[Point]:
 
 
 def of_configs(runs: Sequence[RunConfig]) -> list[Point]:
-    """Runs by their configs, which are named by the fields in which these differ."""
+    """Build runs from configs, and name each by the fields in which the configs differ."""
     if not isinstance(runs, list | tuple) or not runs:
         raise ArgumentError("configs", runs, "expected a list of one config or more")
     known, runs = configs.declared(), list(map(configs.completed, runs))
@@ -72,7 +72,7 @@ def of_configs(runs: Sequence[RunConfig]) -> list[Point]:
 
 
 def _different(found: list[Point], where: str) -> list[Point]:
-    """The same runs; UserError for two that would share a folder."""
+    """Return the runs unchanged; raise UserError if two of them would share a folder."""
     names = [point.name for point in found]
     if len(set(names)) < len(names):
         raise UserError(f"{where} names {max(names, key=names.count)} twice: give each value once")
@@ -83,16 +83,16 @@ def _different(found: list[Point], where: str) -> list[Point]:
 
 
 def _shown(value) -> Any:
-    """A value of a field in a name or a table: itself, or six digits of the sha256 of its record."""
+    """A field's value in a name or a table: a scalar itself, otherwise six digits of its record's sha256."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return hashlib.sha256(json.dumps(records.of_value(value)).encode()).hexdigest()[:6]
 
 
 def _axis(text: str) -> list[tuple[str, list[str]]]:
-    """The fields of an axis, each with the texts of its values."""
+    """Parse the fields of an axis, each with the texts of its values."""
     known = "|".join(map(re.escape, configs.declared()))
-    # Quoted values come first, because what they hold begins no field.
+    # Quoted values are matched first, because no field begins inside them.
     begins = re.compile(rf'"[^"]*"|(\s+)(?=config\.[\w.]+=|(?:{known})=)')
     axis = [_field(part) for part in begins.sub(lambda found: "\n" if found[1] else found[0], text).split("\n")]
     first, texts = axis[0]
@@ -106,7 +106,7 @@ def _axis(text: str) -> list[tuple[str, list[str]]]:
 
 
 def _field(text: str) -> tuple[str, list[str]]:
-    """The field of "config.FIELD=VALUE,VALUE" and the texts of its values."""
+    """Parse "config.FIELD=VALUE,VALUE" into the field and the texts of its values."""
     name, equals, values = text.partition("=")
     field = name.removeprefix("config.")
     if why := configs.unknown(field):
@@ -117,14 +117,14 @@ def _field(text: str) -> tuple[str, list[str]]:
 
 
 def name_of(values: dict) -> str:
-    """A name for a run, "learning_rate=0.001,seed=0", which no other run has, and which can name a folder."""
+    """Return a unique name for a run that can also name a folder, such as "learning_rate=0.001,seed=0"."""
     last = [field.rpartition(".")[2] for field in values]
     short = (name if last.count(name) == 1 else field for field, name in zip(values, last))
     return folder_name(",".join(f"{name}={value}" for name, value in zip(short, values.values())))
 
 
 def folder_name(name: str) -> str:
-    """A name that can name a folder, and that no other name becomes."""
+    """Convert a name to a valid folder name; different names get different folders."""
     safe = re.sub(r"[^\w.+=,-]+", "_", name)
     if safe == name and len(name) <= LONGEST:
         return name

@@ -1,4 +1,4 @@
-"""The tables of a sweep, of its runs and of groups over seeds, and its page."""
+"""The tables of a sweep, for its runs and for groups over seeds, and its page."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ MEANS = [
 
 
 def report(points: list[grid.Point], folder: Path, failed: Mapping[str, str]) -> list[dict]:
-    """Print and write the tables of runs, and the page; returns the table of the runs."""
+    """Print and write the tables, write the page, and return the rows of the runs."""
     groups, of_runs = group_of(points), table(points, folder, failed)
     of_groups = group_table(groups, points, of_runs.rows)
     printed = [
@@ -46,7 +46,7 @@ def report(points: list[grid.Point], folder: Path, failed: Mapping[str, str]) ->
 
 
 def table(points: list[grid.Point], folder: Path, failed: Mapping[str, str]) -> Table:
-    """A row for each run, by its final loss; failed runs come last."""
+    """Build a table with a row for each run, sorted by final loss; failed runs come last."""
     rows = [
         {"run": point.name}
         | dict.fromkeys(column.key for column in SCORES)
@@ -56,7 +56,7 @@ def table(points: list[grid.Point], folder: Path, failed: Mapping[str, str]) -> 
         for point in points
     ]
     names = points[0].values
-    scores = [column for column in SCORES if column.key not in names]  # the field "steps"
+    scores = [column for column in SCORES if column.key not in names]  # such as "steps"
     columns = [Column("run", "run"), *_fields(names), *scores, Column("error", "error", usual="")]
     return Table(columns, sorted(rows, key=lambda row: (bool(row["error"]), row["loss"] or 0.0)))
 
@@ -86,7 +86,7 @@ def _scores(workdir: Path) -> dict:
 
 
 def group_of(points: list[grid.Point]) -> dict[str, str]:
-    """The group of each run by name; empty where no two runs differ in the seed alone, or all do."""
+    """Return the group of each run by name; empty if no two runs differ only in the seed, or if all do."""
     groups = {point.name: grid.name_of(_variant(point)) for point in points}
     return groups if all(groups.values()) and len(set(groups.values())) < len(groups) else {}
 
@@ -96,7 +96,7 @@ def _variant(point: grid.Point) -> dict:
 
 
 def group_table(groups: dict[str, str], points: list[grid.Point], rows: Sequence[Mapping]) -> Table | None:
-    """A row for each group, by its mean final loss; without a finished run it comes last. None without groups."""
+    """Build a table of groups, sorted by mean final loss, those without a finished run last; None without groups."""
     found, loss_of = [], {row["run"]: row["loss"] for row in rows}
     for group in dict.fromkeys(groups.values()):
         members = [point for point in points if groups[point.name] == group]
@@ -109,8 +109,8 @@ def group_table(groups: dict[str, str], points: list[grid.Point], rows: Sequence
 
 
 def _write(of_runs: Table, of_groups: Table | None, groups: dict[str, str], folder: Path) -> None:
-    """Write the tables, the page, and where matplotlib is installed the plot: of groups over the runs that finished."""
-    (folder / GROUPS).unlink(missing_ok=True)  # of an earlier grid
+    """Write the tables, the page, and with matplotlib the plot; a plot of groups shows only runs that finished."""
+    (folder / GROUPS).unlink(missing_ok=True)  # from an earlier grid
     written = {TABLE: of_runs} | ({GROUPS: of_groups} if of_groups else {})
     for name, found in written.items():
         paths.write_csv(folder / name, found.rows)

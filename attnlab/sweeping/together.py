@@ -1,6 +1,6 @@
-"""Runs of one program in one process: so many trained together, or one after another with the same compiled steps.
+"""Train runs of one program in one process, together or one after another, with the same compiled steps.
 
-python -m attnlab.sweeping.together TOGETHER FOLDER FILE, of {"code": …, "runs": {NAME: config}}; see `write`
+python -m attnlab.sweeping.together TOGETHER FOLDER FILE, where FILE is written by `write`
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from attnlab.training.run import RunPlan
 
 AUTO = "auto"
 ERRORS = (UserError, MemoryError, RuntimeError, OSError)
-Tell = Callable[[str, str], None]  # of a run that has ended: its name, and its error or ""
+Tell = Callable[[str, str], None]  # called with the name of a run that has ended, and its error or ""
 
 
 def main(argv: list[str]) -> int:
-    """Train the runs, tell the caller of each that ends, and return the exit code."""
+    """Train the runs, report each that ends to the caller, and return the exit code."""
     together, folder, file = argv[1:]
     commands.prepare_output()
     compilation.keep_programs()
@@ -42,10 +42,12 @@ def main(argv: list[str]) -> int:
 
 
 def write(runs: Mapping[str, RunConfig], file: Path) -> None:
-    """Write runs for another process to a file, by name: an argument may hold 128 KiB. Arrays are in one beside it.
+    """Write runs, by name, to a file for another process, because an argument is limited to 128 KiB.
+
+    The file holds {"code": …, "runs": {NAME: config}}; arrays go to a second file beside it.
 
     Raises:
-      UserError: a layer, a mask or a score mod that lives in this process alone.
+      UserError: a layer, a mask or a score mod exists only in this process.
     """
     content = {"code": custom.to_load([config.model for config in runs.values()])}
     content |= {"runs": {name: configs.to_tree(config) for name, config in runs.items()}}
@@ -55,7 +57,7 @@ def write(runs: Mapping[str, RunConfig], file: Path) -> None:
 
 
 def _read(file: Path) -> dict[str, RunConfig]:
-    """The runs of a file, whose layers this process knows from then on."""
+    """Read the runs of a file, and load the code of their custom layers into this process."""
     content = files.read_json(file)
     custom.load(content["code"])
     with np.load(file.with_suffix(".npz")) as arrays:
@@ -66,10 +68,11 @@ def _read(file: Path) -> dict[str, RunConfig]:
 def train_all(
     runs_by_workdir: Mapping[Path, RunConfig], together: str, tell: Tell = workers.tell, own_process=True
 ) -> int:
-    """Train runs of one program, by workdir, and tell of each that ends.
+    """Train runs of one program, by workdir, and call `tell` for each that ends.
 
-    Those that start from the same step are trained so many `together`, or all where it is "auto" on a GPU; where that
-    fails, as for want of memory, by halves. Returns 0, or 128 + the number of the signal that stopped them.
+    Runs that start from the same step are trained `together` at a time, or all at once for "auto" on a GPU. If that
+    fails, for example for lack of memory, they are split into halves. Return 0, or 128 + the number of the signal that
+    stopped them.
     """
     waiting, programs = _starting(runs_by_workdir, tell), {}
     with PreemptionHandler(own_process) as preemption:
@@ -89,7 +92,7 @@ def train_all(
                 is_last = len(now) == 1 or start not in programs
                 if own_process and not (isinstance(error, ERRORS) and (message or not is_last)):
                     raise
-                if message is None:  # in a notebook an error of a layer ends its runs alone
+                if message is None:  # in a notebook, a layer's error ends only its own runs
                     traceback.print_exc(file=sys.stdout)
                     message = f"{type(error).__name__}: {commands.one_line(error)}"
                 if is_last:
@@ -98,13 +101,13 @@ def train_all(
                     continue
                 print(f"{len(now)} runs together failed ({message}): by halves", flush=True)
                 half = len(now) // 2
-                for part in (now[half:], now[:half]):  # which may have begun, and saved
+                for part in (now[half:], now[:half]):  # they may have started and saved
                     waiting[:0] = _starting({plan.workdir.path: plan.config for plan in part}, tell)
         return preemption.exit_code if preemption.signal else 0
 
 
 def _starting(runs_by_workdir: Mapping[Path, RunConfig], tell: Tell) -> list[tuple[str, list[RunPlan]]]:
-    """The runs that are not finished, by the step from which they start."""
+    """Group the unfinished runs by the step from which they start, and report the others."""
     found = {}
     for workdir, config in runs_by_workdir.items():
         try:
@@ -119,12 +122,12 @@ def _starting(runs_by_workdir: Mapping[Path, RunConfig], tell: Tell) -> list[tup
 
 
 def by_default() -> bool:
-    """Whether "auto" trains runs together: on one device, but not on CPUs, where that takes as long, or longer."""
+    """Whether "auto" trains runs together: on one device, but not on CPUs, because it saves no time there."""
     return jax.default_backend() != "cpu" and jax.device_count() == 1
 
 
 def _shared(plans: Sequence[RunPlan], together: str, own_process: bool) -> tuple[runs.Shared, int]:
-    """The text and the program of runs that start from the same step, and how many of them it trains together."""
+    """Load the text and program of runs that start from the same step; also return how many train together."""
     shared = runs.load(plans[0], runs.start_of(plans[0])[1])
     most = (len(plans) if by_default() else 1) if together == AUTO else int(together)
     count = min(most, len(plans))
@@ -136,7 +139,7 @@ def _shared(plans: Sequence[RunPlan], together: str, own_process: bool) -> tuple
 
 
 def _train(plans: Sequence[RunPlan], shared: runs.Shared, preemption: PreemptionHandler, tell: Tell) -> int:
-    """Train runs together, and tell of each; 0, or 128 + the number of the signal that stopped them."""
+    """Train runs together and report each; return 0, or 128 + the number of the signal that stopped them."""
     with contextlib.ExitStack() as opened:
         members = [opened.enter_context(runs.open_run(plan, shared=shared, together=len(plans))) for plan in plans]
         loop = TrainLoop(members, preemption)

@@ -1,4 +1,4 @@
-"""Training runs as processes side by side in one folder, in which the same command goes on."""
+"""Training runs as concurrent processes in one folder, where the same command resumes them."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ SAME = {"seed": 0, "optimizer.learning_rate": 1.0, "optimizer.muon_learning_rate
 
 
 def define(values) -> None:
-    """Define the flags of how runs are trained."""
+    """Define the flags for training runs."""
     meaning = "processes at a time, 0 for this one alone; times are comparable with 1"
     flags.DEFINE_integer("jobs", 1, meaning, 0, flag_values=values)
     meaning = "train so many runs that differ in seed and learning rate alone as one program; auto: all, on CPUs 1"
@@ -34,7 +34,7 @@ def define(values) -> None:
 
 
 def checked(jobs: int, together_: int | str) -> dict[str, Any]:
-    """The arguments `jobs` and `together` of a `Runner`; ArgumentError for others."""
+    """Check and return the arguments `jobs` and `together` of a `Runner`; raise ArgumentError if they are invalid."""
     if not isinstance(jobs, int) or jobs < 0:
         raise ArgumentError("jobs", jobs, "expected a number of processes, or 0 for this one")
     value = str(together_)
@@ -44,9 +44,9 @@ def checked(jobs: int, together_: int | str) -> dict[str, Any]:
 
 
 def go_together(together_: int | str, jobs: int) -> bool:
-    """Whether runs of one program are trained as one, by so many processes, or by this one for 0.
+    """Whether runs of one program are trained as one, in `jobs` processes, or in this one for 0.
 
-    A process that starts other ones leaves the accelerator to them: a process of its own asks for it.
+    A process that starts others leaves the accelerator to them, so a separate process looks for one.
     """
     if str(together_) != together.AUTO:
         return int(together_) > 1
@@ -60,7 +60,7 @@ def go_together(together_: int | str, jobs: int) -> bool:
 
 @contextlib.contextmanager
 def claimed(folder: Path, marker: str, content: dict) -> Iterator[int]:
-    """Context in which this process and its runs alone use a folder, whose marker has `content`; yields the lock."""
+    """Reserve a folder for this process and its runs, write `content` to its marker, and yield the lock."""
 
     def foreign(names: list[str]) -> str:
         return f"holds other files and no {Path(marker).stem}" if names and marker not in names else ""
@@ -73,11 +73,11 @@ def claimed(folder: Path, marker: str, content: dict) -> Iterator[int]:
 
 
 class Runner:
-    """Trains runs, and counts them.
+    """Trains runs and counts them.
 
     Attributes:
-      total: how many there are, in all calls.
-      jobs: processes at a time; 0: in this process, which layers of a notebook and an accelerator that it holds need.
+      total: number of runs in all calls.
+      jobs: processes at a time; 0 for this process, which notebook layers and an accelerator in use require.
       together: how many runs of one program are trained as one, see `together.train_all`.
       lock: a file descriptor that each process holds open.
     """
@@ -85,14 +85,14 @@ class Runner:
     def __init__(self, total: int, jobs: int, together: str, lock: int):
         self.jobs, self._together, self.lock = jobs, together, lock
         self._total, self._done, self._timed, self._start = total, 0, 0, time.monotonic()
-        self._print = functools.partial(print, file=sys.stdout, flush=True)  # also while the output of runs is in logs
+        self._print = functools.partial(print, file=sys.stdout, flush=True)  # even while runs print to logs
 
     def expect(self, more: int) -> None:
         """Add runs to the expected total."""
         self._total += more
 
     def train(self, points: Sequence[Point], finished: set[str], folder: Path) -> dict[str, str]:
-        """Train what is not finished, and print each end; the errors of the runs that failed, by name."""
+        """Train the unfinished runs, and print each end; return the errors of failed runs, by name."""
         waiting, failed = {point.name: point for point in points if point.name not in finished}, {}
         if finished:
             self._done += len(finished)
@@ -136,14 +136,14 @@ class Runner:
             processes = again
 
     def _words(self, points: Sequence[Point], folder: Path) -> list[str]:
-        """The words that start a process, which reads its runs from a file."""
+        """Write the runs to a file, and return the words that start a process for them."""
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         file = folder / LOGS / f"{points[0].name}.runs.json"
         together.write({point.name: point.config for point in points}, file)
         return [together.__name__, self._together, str(folder), str(file)]
 
     def _left(self) -> str:
-        """How many runs are left, and for how long at the speed so far; "" where none is."""
+        """Number of runs left, and their time at the speed so far; "" if none is left."""
         if not (left := self._total - self._done):
             return ""
         seconds = (time.monotonic() - self._start) / self._timed * left
@@ -151,7 +151,7 @@ class Runner:
 
 
 def _groups(points: Sequence[Point], jobs: int) -> Iterator[list[Point]]:
-    """Runs of one program, in up to `jobs` parts."""
+    """Group runs by program, and split each group into up to `jobs` parts."""
     programs = {}
     for point in points:
         programs.setdefault(point.config.changed(SAME), []).append(point)
