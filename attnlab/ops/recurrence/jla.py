@@ -6,6 +6,7 @@ its error is 700 times the bound, from cancellation in differences of running su
 has not run the kernels, so "auto" never chooses them.
 """
 
+import functools
 import importlib.metadata
 
 import jax
@@ -102,6 +103,7 @@ def _flat(x, batch):
     return x.reshape(-1, *x.shape[len(batch) :])
 
 
+@functools.cache  # it reads files, and each trace of a recurrence needs it
 def _version() -> str | None:
     try:
         return importlib.metadata.version("jax-linear-attention")
