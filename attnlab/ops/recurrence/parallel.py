@@ -1,4 +1,4 @@
-"""The linear recurrence for accelerators: all chunks at once, and one scan over states only.
+"""The linear recurrence for accelerators: all chunks at once, and scans over states only.
 
 With S the state before a chunk, every member of the family is (with the terms, P, q' and r' of `chunked`)
 
