@@ -21,15 +21,15 @@ from attnlab.support import hugepages, status
 
 COMMANDS = {
     "train": ("attnlab.train", "train a GPT on text"),
-    "sweep": ("attnlab.sweep", "train with all values of a grid, and compare the runs"),
-    "compare": ("attnlab.compare", "train variants of a model, and tell which are better"),
-    "sample": ("attnlab.sample", "write text with a trained model"),
-    "see": ("attnlab.see.__main__", "show what a trained model attends to, in one HTML page"),
-    "export": ("attnlab.export", "write a trained model for transformers"),
+    "sweep": ("attnlab.sweep", "train on a grid of values, and compare the runs"),
+    "compare": ("attnlab.compare", "train variants of a model, and say which are better"),
+    "sample": ("attnlab.sample", "generate text with a trained model"),
+    "see": ("attnlab.see.__main__", "show what a trained model attends to, as one HTML page"),
+    "export": ("attnlab.export", "write a trained model in the format of transformers"),
     "plan": ("attnlab.plan", "compile a run for hardware that is not here: will it fit?"),
     "study": ("attnlab.study.__main__", "measure a claim about attention: table, figure, verdict"),
-    "conform": ("attnlab.conform", "hold a function of attention to the specification"),
-    "bench": ("attnlab.bench", "race against other implementations"),
+    "conform": ("attnlab.conform", "check an attention function against the specification"),
+    "bench": ("attnlab.bench", "benchmark against other libraries"),
 }
 
 

@@ -52,8 +52,8 @@ _MEMORY = "out of memory: lower config.batch_size, raise config.optimizer.accumu
 _REMEDIES = {
     "RESOURCE_EXHAUSTED": _MEMORY,
     "MemoryError": _MEMORY,
-    "Could not determine home directory": "~NAME in a path names no user here: write the path in full",
-    "nable to initialize backend": "JAX finds no such device: unset JAX_PLATFORMS, or name a platform that is there",
+    "Could not determine home directory": "~NAME in a path is no user of this machine: write the path in full",
+    "nable to initialize backend": "JAX finds no such device: unset JAX_PLATFORMS, or name an available platform",
 }
 
 
@@ -127,7 +127,7 @@ def _without_name() -> str:
         with contextlib.suppress(OSError):
             sys.stdout.close()
         return "standard output"
-    return "no file is named"
+    return "unknown file"
 
 
 def define_config(values: flags.FlagValues, argv: list[str], saved: RunConfig | None = None) -> None:
@@ -145,7 +145,7 @@ def define_config(values: flags.FlagValues, argv: list[str], saved: RunConfig | 
 
 def define_import(values: flags.FlagValues, argv: list[str]) -> None:
     """Define `--import=FILE`, and run the files: their layers become kinds, with options in `--config.model`."""
-    meaning = "Python file that defines layers, score mods or masks: a name in it is a kind for config.model.layers"
+    meaning = "Python file that defines layers, score mods or masks; config.model.layers may then name them"
     flags.DEFINE_multi_string("import", [], meaning, flag_values=values)
     for file in given(argv, "import"):
         custom.import_file(file)
@@ -167,11 +167,11 @@ def parse(values: flags.FlagValues, argv: list[str]) -> None:
         if values[name].present > 1 and "." not in name and not isinstance(values[name], flags.MultiFlag):
             raise UserError(f"--{name} is given {values[name].present} times: give it once")
         if values[name].present and values[name].value == "" and not values[name].default:
-            raise UserError(f"--{name}= is empty: give a value, or leave it out")
+            raise UserError(f"--{name}= is empty: give a value, or remove it")
     named = {name: values[name].value for name in values if values[name].present}
     for other, kind in (("path", "text"), ("mixture", "mixture")):
         if f"config.data.{other}" in named and named.get("config.data.name", kind) != kind:
-            raise UserError(f"--config.data.name has no effect beside --config.data.{other}: leave one of them out")
+            raise UserError(f"--config.data.name has no effect with --config.data.{other}: remove one of them")
 
 
 def config_of(values: flags.FlagValues) -> tuple[RunConfig, str]:
@@ -224,7 +224,7 @@ def with_flag_files(argv: list[str]) -> list[str]:
     try:
         return argv[:1] + flags.FlagValues().read_flags_from_files(argv[1:])
     except UnicodeDecodeError as error:
-        raise UserError("--flagfile is not UTF-8: give a text with a flag a line") from error
+        raise UserError("--flagfile is not UTF-8: give a text file with one flag per line") from error
 
 
 def given(argv: list[str], name: str) -> list[str]:
@@ -259,7 +259,7 @@ def _print_help(values: flags.FlagValues, usage: str) -> None:
         print(f"  --{name}: {values[name].help}{default_value}")
     if "config" in values:
         print(f"\nExperiments: {', '.join(experiments.names())}")
-        print("\nConfig fields and their defaults; of several values the last counts:")
+        print("\nConfig fields and their defaults; if a field is set twice, the last value counts:")
         for group, fields in itertools.groupby(declared().items(), lambda item: _group(item[0])):
             print(f"\n{group}")
             for field, each in fields:
@@ -286,6 +286,6 @@ def _unknown_field(argv: list[str]) -> str:
         config, _, field = word.lstrip("-").partition("=")[0].partition(".")
         if word.startswith("-") and config in ("config", "noconfig") and field and field not in groups | known.keys():
             close = nearest(field, known)
-            other = " is for Python alone, RunConfig.changed(…)" if "[" in field else f" is not a field{close}"
+            other = " needs Python: RunConfig.changed(…)" if "[" in field else f" is not a field{close}"
             return f"--{unknown(field) or f'config.{field}{other}'}"
     return ""

@@ -1,4 +1,4 @@
-"""Train variants of a model side by side, each at its best learning rate, and tell which are better.
+"""Train variants of a model side by side, each at its best learning rate, and say which are better.
 
     attnlab compare --config=quickstart --variant "rotary:" --variant "alibi: model.positions=alibi" --seeds=5
     attnlab compare --config=quickstart --variants=FILE.py --workdir=runs/mine
@@ -6,18 +6,18 @@
     attnlab compare --config=compare_tasks --tasks=recall,parity,copy
     attnlab compare --config=replicate_state_tracking
 
-Each variant's learning rate is chosen on the first half of the held-out text, with seeds that are not used again; where
-the best one is the lowest or highest, one more is tried beyond it, --extensions times at most. The table has the losses
-on the second half, over other seeds, with their 95 % intervals, and paired differences from the first variant: better,
-worse, or not told apart, corrected for the number of variants. All runs see the same number of tokens, and runs of one
-seed see them in the same order.
+Each variant's learning rate is chosen on the first half of the held-out text, with seeds that are not used again. If
+the best rate is the lowest or highest, one beyond it is tried too, at most --extensions times. The table has the losses
+on the second half, over other seeds, with 95 % intervals, and paired differences from the first variant: better, worse,
+or no significant difference, corrected for the number of variants. All runs train on the same number of tokens, and
+runs with the same seed see them in the same order.
 
-Each run has a workdir of its own in --workdir. Runs that differ in seed and learning rate alone share a process and
-its programs; on GPUs --together trains them as one program. The same command goes on where it was stopped or killed; a
-variant that is added is trained alone. A run that fails does not end the others, and one that diverges counts with the
-loss of chance. comparison.html in --workdir is a page of everything, figures included; table.csv and table.md are
-beside it, with --tasks in a folder for each. An experiment file may have a dictionary PUBLISHED of results to
-compare with, and a dictionary COMPARE of flags.
+Each run has its own folder in --workdir. Runs that differ only in seed and learning rate share a process and its
+compiled programs; on GPUs --together trains them as one program. The same command resumes a stopped or killed
+comparison; if you add a variant, only its runs are trained. A failed run does not end the others, and a diverged run
+counts at chance level. comparison.html in --workdir shows everything, with figures. table.csv and table.md are beside
+it, or with --tasks in a folder for each task. An experiment file may define a dictionary PUBLISHED with results to
+compare with, and a dictionary COMPARE with values of flags.
 """
 
 import shlex
@@ -51,27 +51,27 @@ def _define(values, argv) -> None:
     commands.define_import(values, argv)
     commands.define_config(values, argv)
     text, whole = flags.DEFINE_string, flags.DEFINE_integer
-    flags.DEFINE_multi_string("variant", [], '"NAME: FIELD=VALUE FIELD=VALUE"', flag_values=values)
+    flags.DEFINE_multi_string("variant", [], 'a variant, as "NAME: FIELD=VALUE FIELD=VALUE"', flag_values=values)
     whence = "Python file with a dictionary VARIANTS; by default the file of --config"
     text("variants", None, whence, flag_values=values)
     meaning = "learning rates to choose from; by default 1/9, 1/3, 1 and 3 times the config's"
     flags.DEFINE_list("learning_rates", None, meaning, flag_values=values)
-    meaning = "times that a variant tries one more learning rate, where its best one is the lowest or highest"
+    meaning = "how often a variant tries one more learning rate while its best one is the lowest or highest"
     whole("extensions", 2, meaning, 0, flag_values=values)
-    whole("seeds", 5, "seeds of each variant, from config.seed on", 2, flag_values=values)
-    meaning = "other seeds, on which the learning rate is chosen; by default 3 where runs are trained together, else 1"
+    whole("seeds", 5, "number of seeds per variant, starting at config.seed", 2, flag_values=values)
+    meaning = "how many other seeds choose the learning rate; by default 3 if runs are trained together, else 1"
     whole("tuning_seeds", None, meaning, 1, flag_values=values)
-    meaning = "size that all variants have in common, by the width of feed-forward layers, for a state of the model"
+    meaning = "size to match, by the width of the feed-forward layers, or of the model for state"
     flags.DEFINE_enum("match", "none", ["none", *SIZES], meaning, flag_values=values)
-    meaning = "length of the text whose decoding state --match=state compares; by default the context"
+    meaning = "number of tokens at which --match=state compares decoding states; by default the context"
     whole("match_length", None, meaning, 1, flag_values=values)
-    meaning = f"tasks, with a table for each: some of {', '.join(comparison.TASKS)}"
+    meaning = f"tasks, with a table for each: any of {', '.join(comparison.TASKS)}"
     flags.DEFINE_list("tasks", [], meaning, flag_values=values)
     training_runs.define(values)
     text("workdir", None, "folder of the comparison; by default runs/CONFIG-comparison", flag_values=values)
-    meaning = "check custom layers before any run, by attnlab.testing.check_layer"
+    meaning = "check custom layers with attnlab.testing.check_layer before any run"
     flags.DEFINE_enum("check", "on", ["on", "off"], meaning, flag_values=values)
-    flags.DEFINE_bool("dry_run", False, "list the runs and how long they may take, start none", flag_values=values)
+    flags.DEFINE_bool("dry_run", False, "list the runs and their estimated time, start none", flag_values=values)
 
 
 def _main(values, argv: list[str]) -> int:
@@ -112,7 +112,7 @@ def _main(values, argv: list[str]) -> int:
         found = comparison.run(parts, folder, check=check, command=command, **runner)
     except KeyboardInterrupt as stopped:
         return 128 + stopped.args[0] if stopped.args else 130
-    print(f"the page of all is {found.page}")
+    print(f"the report is {found.page}")
     return int(bool(found.failed))
 
 
@@ -141,15 +141,15 @@ def _print_runs(parts: list[Part]) -> int:
             print(f"{variant.name}: {' '.join(configs.words(config, base))}")
             points = [*part.protocol.tuning(variant), *part.protocol.final(variant, part.protocol.rates[0])]
             for point in points[: -len(part.protocol.seeds)]:
-                print(f"  choosing: {point.name}")
+                print(f"  tuning: {point.name}")
             best = "the best" if len(part.protocol.rates) > 1 else f"{part.protocol.rates[0]:g}"
             print(f"  learning rate {best}: seeds {', '.join(map(str, part.protocol.seeds))}")
             work = config.steps * config.batch_size * config.model.context * size(config, vocab_size, "flops")
             seconds += len(points) * work / (flops.peak(precision.resolved(config.precision)) / 3)
             count += len(points)
             more += part.protocol.extensions * len(part.protocol.tuning_seeds) * (len(part.protocol.rates) > 1)
-    extended = f", and up to {more} more where a learning rate is at an edge" if more else ""
-    print(f"{count} runs{extended}, about {seconds / 60:.0f} min of training at a third of this device's speed")
+    extended = f", and up to {more} more if a best learning rate is at an edge" if more else ""
+    print(f"{count} runs{extended}, about {seconds / 60:.0f} min of training at a third of this device's peak speed")
     return 0
 
 

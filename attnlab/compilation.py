@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache in the user's cache folder; a compiler's fault, and the memory it keeps.
+"""JAX's persistent compilation cache; workarounds for a compiler bug, and for the memory that compilation keeps.
 
 Where a kill leaves an entry truncated, JAX warns, and compiles its program again at each start until the entry is old
 enough to be deleted. JAX's size limit (jax_compilation_cache_max_size) is not used: it needs the package filelock, and

@@ -68,18 +68,18 @@ class Data:
         "python_docs",
     )
     path: str = option("a file or a glob: UTF-8 text, *.jsonl, *.ndjson or *.parquet", "")
-    feature: str = option("the field, column or feature with the text, where a document has several", "")
-    mixture: str = option("corpora and weights in place of a name, as in 'quijote=3, notes/*.txt=1, tfds:NAME=0.5'", "")
+    feature: str = option("the field, column or feature with the text, if a document has several", "")
+    mixture: str = option("corpora and weights instead of a name, as in 'quijote=3, notes/*.txt=1, tfds:NAME=0.5'", "")
     tokenizer: str = option(
         "kind of tokens; pretrained is the tokenizer of init_from", "char", choices=(*tokenizers.KINDS, "pretrained")
     )
-    vocab_size: int = option("tokens of word, bpe and wordpiece, at most", 1024, low=2, needs=_TRAINED)
+    vocab_size: int = option("largest vocabulary of word, bpe and wordpiece", 1024, low=2, needs=_TRAINED)
     tokenizer_sample: int = option(
         "MiB of the text, evenly spaced, that word, bpe and wordpiece are trained on", 64, low=1, needs=_TRAINED
     )
-    validation_fraction: float = option("the last part of the text, held out", 0.1)
+    validation_fraction: float = option("share of the text, at its end, that is held out", 0.1)
     packing: str = option(
-        "stream: the text as one; documents: each is encoded, and attended to, by itself",
+        "stream: the text as one sequence; documents: each is encoded separately and attends only to itself",
         "stream",
         choices=("stream", "documents"),
     )
@@ -92,38 +92,38 @@ class Optimizer:
 
     name: str = option("the optimizer", "adamw", choices=("adamw", "muon", "lion", "sgd"))
     learning_rate: float = option(
-        "at its peak; with muon, of parameters that are not layer matrices", 5e-3, low=1e-30, high=1e30
+        "peak learning rate; with muon, of parameters that are not layer matrices", 5e-3, low=1e-30, high=1e30
     )
     muon_learning_rate: float = option(
-        "of layer matrices with muon, at its peak", 0.02, low=1e-30, high=1e30, needs=_MUON
+        "peak learning rate of layer matrices with muon", 0.02, low=1e-30, high=1e30, needs=_MUON
     )
     muon_momentum: float = option("momentum of muon", 0.95, low=0, high=0.999999, needs=_MUON)
     schedule: str = option("the learning rate after the warm-up", "cosine", choices=("cosine", "linear", "constant"))
     final_fraction: float = option("learning rate at the last step, over the peak", 0.0, low=0, high=1)
     decay_fraction: float = option(
-        "share of all steps in the linear end of a constant schedule",
+        "share of all steps in the final linear decay of a constant schedule",
         0.2,
         low=0,
         high=1,
         needs={"schedule": ("constant",)},
     )
-    warmup_steps: int = option("steps in which the learning rate rises, at most half of all", 100, low=0)
+    warmup_steps: int = option("steps in which the learning rate rises; at most half of all steps", 100, low=0)
     b1: float = option("decay of the gradients' average; the momentum of sgd", 0.9, low=0, high=0.999999)
     b2: float = option(
         "decay of the squared gradients' average", 0.95, low=0, high=0.999999, needs=_ADAM | {"b2_halflife": (0,)}
     )
     b2_halflife: float = option(
-        "in tokens, in place of b2, so that the average does not depend on batch_size; 0 for b2",
+        "half-life of that average in tokens, instead of b2, so that it does not depend on batch_size; 0 for b2",
         0.0,
         low=0,
         high=1e18,
         needs=_ADAM,
     )
-    weight_decay: float = option("of kernels and embeddings, not of biases and norms", 0.1, low=0, high=1e30)
-    clip_norm: float = option("limit of the norm of the whole gradient", 1.0, low=1e-30, high=1e30)
-    accumulation: int = option("gradients averaged before an update; divides batch_size", 1, low=1)
+    weight_decay: float = option("of kernels and embeddings; biases and norms have none", 0.1, low=0, high=1e30)
+    clip_norm: float = option("largest norm of the whole gradient", 1.0, low=1e-30, high=1e30)
+    accumulation: int = option("gradients averaged before an update; must divide batch_size", 1, low=1)
     ema: float = option(
-        "decay of an average of the parameters, to evaluate and to load, such as 0.999; 0 for none",
+        "decay, such as 0.999, of an average of the parameters that is evaluated and loaded; 0 for none",
         0.0,
         low=0,
         high=0.9999999,
@@ -147,8 +147,8 @@ class ParallelFields:
     strategy: str = option("mesh (jit with named sharding) or pmap", "mesh", choices=("pmap", "mesh"))
     timeout: int = option("seconds without a step after which another process is considered dead", 300, low=1)
     steps_per_call: int | None = option(
-        "most updates of one call of the devices, which lasts a second at most; None for 64 of models of at most 10 "
-        "million parameters on GPUs, else 1",
+        "most updates in one call of the devices, which lasts a second at most; None for 64 on GPUs if the model has "
+        "at most 10 million parameters, else 1",
         None,
         low=1,
     )
@@ -161,7 +161,7 @@ class Eval:
 
     every: int = option("steps between evaluations", 250, low=1)
     windows: int = option("windows scored per evaluation, at most", 2048, low=1)
-    part: str = option("of the held-out text: all, first or second half", "all", choices=("all", "first", "second"))
+    part: str = option("part of the held-out text: all or a half", "all", choices=("all", "first", "second"))
     patience: int = option("evaluations without a lower validation loss that end the run; 0 for no limit", 0, low=0)
 
 
@@ -170,7 +170,7 @@ class Sample:
     """`config.sample`."""
 
     every: int = option("steps between samples; 0 for the end only", 1000, low=0)
-    length: int = option("tokens of a sample; 0 for no samples", 400, low=0, high=1_000_000)
+    length: int = option("tokens per sample; 0 for no samples", 400, low=0, high=1_000_000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Log:
     profile: str = option(
         "first and last of the steps to trace with JAX's profiler into WORKDIR/profile, such as 100:110", ""
     )
-    peak_tflops: float = option("peak of one device, for the mfu; 0 measures it at the start", 0.0, low=0, high=1e6)
+    peak_tflops: float = option("peak of one device, for the MFU; 0 measures it at the start", 0.0, low=0, high=1e6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,14 +214,14 @@ class RunConfig:
         "reaction to a loss or gradient that is not finite: stop, or skip the update", "stop", choices=("stop", "skip")
     )
     precision: str = option(
-        "type of the computation; tf32 is float32 with products in TF32, of GPUs alone; auto is the type that the "
-        "hardware multiplies faster, bfloat16 or float32, and config.json records it",
+        "type of the computation; tf32 is float32 with products in TF32, on GPUs only; auto is bfloat16 or float32, "
+        "whichever the hardware multiplies faster, and config.json records it",
         "auto",
         choices=("auto", "float32", "tf32", "bfloat16"),
     )
     init_from: str = option(
-        "weights to start from: the workdir of a run, or a folder with a Hugging Face model, whose tokenizer and shape "
-        "are used; dropout, remat, scan, impl and context are set here",
+        "weights to start from: the workdir of a run, or a folder with a Hugging Face model; its tokenizer and shape "
+        "are used, but dropout, remat, scan, impl and context of this config",
         "",
     )
     data: Data = Data()
@@ -232,10 +232,10 @@ class RunConfig:
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     model: ModelConfig = dataclasses.field(default_factory=lambda: ModelConfig(vocab_size=1))
-    vocab_size: int | None = option("tokens of the model; None for the tokenizer's, a larger one pads it", None, low=1)
+    vocab_size: int | None = option("vocabulary size; None for the tokenizer's; a larger one pads it", None, low=1)
     scan: bool | None = option(
-        "the layers as one loop over stacked parameters, compiled in the time of one; None for True from four layers "
-        "on (33 on GPUs), and with fsdp",
+        "run the layers as one loop over stacked parameters, which compiles as fast as one layer; None for True from "
+        "four layers on (33 on GPUs), and with fsdp",
         None,
     )
 
@@ -260,7 +260,7 @@ class RunConfig:
         try:
             hash(self.model)  # equal configs share programs
         except TypeError as error:
-            raise FieldError("model.layers", self.model.layers, f"expected values that have a hash: {error}") from None
+            raise FieldError("model.layers", self.model.layers, f"expected hashable values: {error}") from None
         object.__setattr__(self, "data", _with_name(self.data))
         for name in _PATHS:  # found from any working directory
             _make_absolute(self, name)
@@ -298,7 +298,7 @@ class RunConfig:
         if found.data.name != (name := values.get("data.name", found.data.name)):
             other = "path" if found.data.path else "mixture"
             raise UserError(
-                f"config.data.name = {name!r} has no effect beside config.data.{other}: set that to '' as well"
+                f"config.data.name = {name!r} has no effect with config.data.{other}: set that to '' as well"
             )
         return found
 
@@ -336,7 +336,7 @@ class RunConfig:
             return self.model.replace(vocab_size=vocab_size)
         if self.vocab_size < vocab_size:
             raise UserError(
-                f"config.model.vocab_size = {self.vocab_size} is less than the tokenizer's {vocab_size}: leave it out, "
+                f"config.model.vocab_size = {self.vocab_size} is less than the tokenizer's {vocab_size}: remove it, "
                 "or with config.init_from choose the tokenizer that the model was trained with"
             )
         return self.model.replace(vocab_size=vocab_size, padded_vocab_size=self.vocab_size)
@@ -358,7 +358,7 @@ class RunConfig:
         was, now = before.fields, self.fields
         for field in dict.fromkeys([*was, *now]):
             if not field.startswith(FREE_TO_CHANGE) and not records.same(was.get(field), now.get(field)):
-                return f"config.{field} = {now.get(field)!r}, there it was {was.get(field)!r}"
+                return f"config.{field} = {now.get(field)!r}, but it was {was.get(field)!r}"
         return ""
 
 
@@ -399,12 +399,12 @@ def _check_task(data: Data, context: int) -> None:
         raise FieldError("model.context", context, f"{data.name!r} needs {task.shortest_context} or more")
     for field, value in vars(data).items():
         if field not in ("name", "store") and value != getattr(Data, field):
-            raise FieldError(f"data.{field}", value, f"it is of texts, and {data.name!r} has none: leave it out")
+            raise FieldError(f"data.{field}", value, f"it applies to texts only: remove it for {data.name!r}")
 
 
 def declared() -> dict[str, Option]:
     """The options of a config by dotted name, custom kinds of layers included."""
-    found, layers = dict(options(RunConfig)), "kinds of one period of layers, as in 'gated_delta*3 attention'"
+    found, layers = dict(options(RunConfig)), "kinds of the layers in one period, as in 'gated_delta*3 attention'"
     found |= {name: found.pop(field) for name, field in _OF_RUN.items()}
     found["model.layers"] = Option(f"{layers}; one word for all layers", (str,), "attention", None, None, ())
     kinds = {f"model.{kind}.{name}": each for kind, config in KINDS.items() for name, each in options(config).items()}

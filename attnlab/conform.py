@@ -1,19 +1,19 @@
-"""Compare a function of attention with the specification, feature by feature.
+"""Check an attention function against the specification, feature by feature.
 
     attnlab conform jax.nn.dot_product_attention
     attnlab conform my_module:my_function --adapter=my_module:adapt --features=causal,window,sinks
     attnlab conform my_module:my_recurrence --recurrence --lengths=1,63,65,130 --head_dims=64,128 --dtype=bfloat16
 
-Each feature is right, wrong (with the smallest failing call as code), ignored (the output is what the call without
-it returns), refused, or slow (memory that grows with Tq·Tk). Without --adapter the function is called by keywords, as
-`attnlab.attention` is; functions of jax.nn, Flax, tokamax and torch are known by their names. Modules in the current
-folder are found. A function that ends its process, or does not return within --timeout seconds, is reported, and the
-check goes on; its output is not shown. Of features with the same fault, one has a call that shows it. With
---recurrence the function is called as `attnlab.linear_recurrence` is. Products of float32 have the precision "highest",
-unless JAX_DEFAULT_MATMUL_PRECISION says another.
+Each feature is right, wrong (the smallest failing call is printed as code), ignored (the output is the same without
+it), refused, or slow (memory grows with Tq·Tk). Without --adapter the function is called with keyword arguments, like
+`attnlab.attention`; functions of jax.nn, Flax, tokamax and torch have adapters of their own. Modules in the current
+folder can be named. If the function ends its process, or does not return within --timeout seconds, this is reported and
+the check continues. The function's output is not shown. If several features have the same fault, one failing call is
+printed. With --recurrence the function is called like `attnlab.linear_recurrence`. float32 products have the precision
+"highest", unless JAX_DEFAULT_MATMUL_PRECISION sets another.
 
---out writes the results to `conformance.json` and `conformance.html`. The exit code is 1 if something is wrong or
-ignored, 2 for an error, or if all was refused. `python -m attnlab.conform` is the same command.
+--out writes the results to `conformance.json` and `conformance.html`. The exit code is 1 if a feature is wrong or
+ignored, 2 for an error, or if everything was refused. `python -m attnlab.conform` is the same command.
 """
 
 import contextlib
@@ -51,17 +51,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _define(values, argv):
-    meaning = "module:name of a function from a call to keyword arguments"
+    meaning = "module:name of a function that turns a call into keyword arguments"
     flags.DEFINE_string("adapter", None, meaning, flag_values=values)
-    flags.DEFINE_string("features", "all", "names of features, with commas between them", flag_values=values)
+    flags.DEFINE_string("features", "all", "features to check, separated by commas", flag_values=values)
     flags.DEFINE_integer("cases", 200, "number of calls over all features", lower_bound=1, flag_values=values)
-    flags.DEFINE_bool("recurrence", False, "check a function of the linear recurrence", flag_values=values)
+    flags.DEFINE_bool("recurrence", False, "check a linear recurrence", flag_values=values)
     usual = "with --recurrence: "
     flags.DEFINE_list("lengths", ["75"], f"{usual}lengths of its calls, in tokens", flag_values=values)
-    flags.DEFINE_list("head_dims", [], f"{usual}features of keys and values; by default 8 and 5", flag_values=values)
+    flags.DEFINE_list("head_dims", [], f"{usual}sizes of keys and values; by default 8 and 5", flag_values=values)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], f"{usual}type of q, k and v", flag_values=values)
-    flags.DEFINE_bool("gradients", True, "whether gradients are compared", flag_values=values)
-    meaning = "seconds after which a feature is wrong, as the function does not return"
+    flags.DEFINE_bool("gradients", True, "compare gradients as well", flag_values=values)
+    meaning = "seconds after which a feature is wrong because the function has not returned"
     flags.DEFINE_float("timeout", 600.0, meaning, lower_bound=1.0, flag_values=values)
     flags.DEFINE_string("out", None, "a folder for conformance.json and conformance.html", flag_values=values)
 
@@ -88,7 +88,7 @@ def _main(values, names: list[str]) -> int:
 
 def _foreign(names: list[str]) -> str:
     others = set(names) - set(FILES)
-    return f"holds {min(others)}, and not an earlier check alone" if others else ""
+    return f"holds {min(others)}, which is no result of an earlier check" if others else ""
 
 
 def _conform(values, name: str, chosen: list[str]) -> int:
@@ -160,8 +160,8 @@ def checked(asked: dict, features: list[str], timeout: float) -> tuple[str, list
                     add(Row(**message["row"]))
             worker.wait()
             said.seek(0)
-            last = (said.read().strip().splitlines() or ["it said nothing"])[-1][:160]
-        why = f"it ended its process with {worker.returncode}: {last}"
+            last = (said.read().strip().splitlines() or ["it printed nothing"])[-1][:160]
+        why = f"it ended its process with exit code {worker.returncode}: {last}"
         if silent.is_set():
             why = f"it did not return within {timeout:g} s (--timeout)"
         if version is None or (worker.returncode and not left):
@@ -212,8 +212,8 @@ def columns(likes: Mapping[str, str]) -> list[Column]:
 
     return [
         Column("feature", "feature", lambda row: row.feature),
-        Column("outcome", "outcome", lambda row: row.outcome, help="Ignored: the output is the same without it."),
-        Column("worst", "error", lambda row: row.worst, format=worst, help="In units of its bound: above 1 is wrong."),
+        Column("outcome", "outcome", lambda row: row.outcome, help="Ignored: the feature does not change the output."),
+        Column("worst", "error", lambda row: row.worst, format=worst, help="In units of its bound; above 1 is wrong."),
         Column("cases", "calls", lambda row: row.cases),
         Column("why", "why", why, usual=""),
     ]

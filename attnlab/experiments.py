@@ -49,12 +49,12 @@ def load(experiment: str) -> RunConfig:
     file, _, variant = find(experiment).partition(":")
     module, named = custom.run(Path(file)), f"--config={Path(file).name}{':' * bool(variant)}{variant}"
     if not hasattr(module, "get_config"):
-        raise UserError(f"{named}: it has no function get_config: return a modified attnlab.config.default() from one")
+        raise UserError(f"{named}: define a function get_config() that returns a modified attnlab.config.default()")
     try:
         config = module.get_config(*[variant] * bool(variant))
     except (Exception, SystemExit) as error:  # whatever a config file raises
         if variant and "get_config() takes 0 positional arguments" in str(error):
-            raise UserError(f"{named}: the experiment has no variants") from error
+            raise UserError(f"{named}: the experiment has no variants, remove the part after the colon") from error
         line = next(iter(str(error).splitlines()), "")
         raise UserError(f"{named} failed ({type(error).__name__}: {line})") from error
     if not isinstance(config, ConfigDict | RunConfig):
@@ -66,5 +66,5 @@ def dictionary(experiment: str, name: str) -> Mapping:
     """The dictionary `name` in the file of an experiment; {} if it has none."""
     file, *_ = find(experiment).partition(":")
     if not isinstance(found := getattr(custom.run(Path(file)), name, {}), Mapping):
-        raise UserError(f"{experiment}: {name} is not a dictionary of names to fields and values")
+        raise UserError(f"{experiment}: {name} is not a dictionary from names to fields and values")
     return found

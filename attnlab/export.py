@@ -1,11 +1,12 @@
-"""Write a trained model as a folder that `transformers` and everything that reads its format loads.
+"""Write a trained model as a folder for `transformers`, and for everything else that reads its format.
 
     attnlab export --workdir=runs/gpt2_finetune --to=FOLDER
     attnlab export --workdir=runs/gpt2_finetune --to=FOLDER --step=best --dtype=bfloat16
 
-The folder has config.json, model.safetensors and, with the tokenizer, tokenizer.json and tokenizer_config.json.
-`AutoModelForCausalLM.from_pretrained(FOLDER)` loads it, and so do `attnlab sample`, `see`, and `config.init_from`. The
-model must be one that a family of transformers has: as gpt2_124m, llama_tiny, or a run that was initialised from one.
+The folder has config.json and model.safetensors and, if the model has a tokenizer, tokenizer.json and
+tokenizer_config.json. `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it, and so do `attnlab sample`, `see`, and
+`config.init_from`. The model must belong to a family of transformers, as gpt2_124m, llama_tiny, and runs initialised
+from such a model do.
 `python -m attnlab.export` is the same command.
 """
 
@@ -34,7 +35,7 @@ def _define(values, argv):
     flags.DEFINE_string("to", None, "new folder for the model", flag_values=values)
     flags.DEFINE_string("step", "latest", "checkpoint: latest, best, or a step", flag_values=values)
     flags.DEFINE_enum("dtype", "float32", _DTYPES, "type of the tensors", flag_values=values)
-    flags.DEFINE_string("model_type", None, "family, e.g. mistral; the first that has the model", flag_values=values)
+    flags.DEFINE_string("model_type", None, "family, e.g. mistral; by default the first that fits", flag_values=values)
 
 
 def _main(values) -> int:

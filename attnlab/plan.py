@@ -3,10 +3,10 @@
     attnlab plan --config=gpt2_124m --topology=v5e:4x4
     attnlab plan --config=gpt2_124m --topology=h100:8 --config.parallel.mesh.fsdp=8 --json=plan.json
 
-The training and evaluation steps of the run are compiled by the real compiler, and never run. The table has
-the memory that they need on one device, the launches, bytes and FLOPs of a training step beside the least time for
-them, the backend of attention, its kernels, and the collectives. TPUs need libtpu (pip install 'jax[tpu]'), H100s JAX's
-CUDA plugin (pip install 'jax[cuda13]'); --topology=here needs neither.
+The device's own compiler compiles the training and evaluation steps; nothing is run. The table shows the memory that
+they need on one device; the launches, bytes and FLOPs of a training step, and the least time that these take; the
+attention backend, its kernels, and the collectives. TPUs need libtpu (pip install 'jax[tpu]'), H100s need JAX's CUDA
+plugin (pip install 'jax[cuda13]'); --topology=here needs neither.
 
 The exit code is 0 if the run fits, or if that is unknown; 1 if it does not fit; 2 for an error.
 `python -m attnlab.plan` is the same command.
@@ -42,7 +42,7 @@ def _define(values, argv):
     commands.define_config(values, argv)
     flags.DEFINE_string("topology", None, f"the devices: {topologies.NAMES}", flag_values=values)
     flags.DEFINE_string("json", None, "also write the plan to this new file", flag_values=values)
-    flags.DEFINE_integer("vocab_size", None, "size of the vocabulary, where it depends on the text", flag_values=values)
+    flags.DEFINE_integer("vocab_size", None, "vocabulary size, if it depends on the text", flag_values=values)
 
 
 def _main(values, own_process: bool) -> int:
@@ -50,7 +50,7 @@ def _main(values, own_process: bool) -> int:
     if values.vocab_size is not None and not 1 <= values.vocab_size < 2**31:
         raise UserError(f"--vocab_size={values.vocab_size}: expected 1 or more, below 2^31")
     if not values.topology:
-        raise UserError(f"--topology is missing: there are {topologies.NAMES}")
+        raise UserError(f"--topology is missing: choose {topologies.NAMES}")
     file = None if values.json is None else new_file("--json", values.json)
     topology = topologies.find(values.topology)
     if own_process:
@@ -65,7 +65,7 @@ def _main(values, own_process: bool) -> int:
 def table(planned: Plan) -> str:
     """The plan as lines of text."""
     topology, config, devices, training = planned.topology, planned.config, planned.devices, planned.training
-    where = "compiled on this machine" if topology.name == "here" else "compiled for, never run on"
+    where = "compiled on this machine for" if topology.name == "here" else "compiled, but not run, for"
     kind = f"{devices} device{'s' * (devices > 1)} of kind {topology.devices[0].device_kind}"
     accumulation = config.optimizer.accumulation
     parts = f", in {accumulation} parts" if accumulation > 1 else ""
@@ -75,7 +75,7 @@ def table(planned: Plan) -> str:
     backends = f"{', '.join(dict.fromkeys(planned.attention.values()))} ({layers} layer{'s' * (layers > 1)})"
     moved = [f"{count} {kind} ({_size(size)} GiB)" for kind, (count, size) in training.collectives.items()]
     rows = [
-        ("fits", {True: "yes", False: "no", None: "unknown: nothing tells this device's memory"}[planned.fits]),
+        ("fits", {True: "yes", False: "no", None: "unknown: this device does not report its memory"}[planned.fits]),
         ("model", f"{planned.parameters:,} parameters, vocabulary size {planned.vocab_size:,}"),
         ("batch", batch),
         ("mesh", " × ".join(f"{axis} {size}" for axis, size in planned.mesh.items())),

@@ -69,10 +69,10 @@ def _matches(given: str) -> list[Path]:
     if _has_records(folder):  # before globbing, because its name may hold brackets
         return [folder]
     if not glob.has_magic(given):
-        raise UserError(f"{given} holds no metrics.jsonl: name the folder of a run, or a glob of several: {given}/*")
+        raise UserError(f"{given} holds no metrics.jsonl: name the folder of a run, or a glob such as {given}/*")
     if found := [Path(path) for path in sorted(glob.glob(str(folder))) if _has_records(Path(path))]:
         return found
-    raise UserError(f"{given} matches no folder with a metrics.jsonl: name one, or another glob")
+    raise UserError(f"{given} matches no folder with a metrics.jsonl: name the folder of a run, or another glob")
 
 
 def _has_records(folder: Path) -> bool:

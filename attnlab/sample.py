@@ -8,15 +8,16 @@
 The second folder holds a Hugging Face model: `config.json`, `model.safetensors`, and its tokenizer files.
 `python -m attnlab.sample` is the same command.
 
-The text is printed while it is generated, at any length. Beyond the model's context, models with learned or sinusoidal
-positions keep the last half of the context and prefill it again; with rotary, alibi or no positions, the cache rolls,
-and the state of recurrent layers, whose size is constant, goes on. Of a longer prompt, only the end is read.
-It ends after max_tokens tokens, before a stop string, or where the model writes its end-of-text token.
+The text is printed while it is generated, and may have any length. Beyond the model's context, models with learned or
+sinusoidal positions keep the last half of the context and prefill it again; with rotary, alibi or no positions the
+cache rolls; the state of recurrent layers has a constant size and simply continues. If the prompt is longer than the
+context, only its end is read. A text ends after max_tokens tokens, before a stop string, or at the model's end-of-text
+token.
 
 Several prompts are continued side by side, each as if it were alone. A `.jsonl` file of prompts has an object with the
-field "prompt" in each line, any other file a prompt in each line. --out writes a line of JSON for each text: prompt,
-sample, text, tokens, logprobs (natural, under the model) and stopped_by (max_tokens, stop or end_of_text); a command
-that was interrupted goes on where it was.
+field "prompt" on each line, any other file a prompt on each line. --out writes a line of JSON for each text: prompt,
+sample, text, tokens, logprobs (natural, under the model) and stopped_by (max_tokens, stop or end_of_text); the same
+command resumes after an interruption.
 """
 
 if __name__ == "__main__":
@@ -59,13 +60,13 @@ def _define(values, argv):
     integer = functools.partial(flags.DEFINE_integer, flag_values=values)
     number = functools.partial(flags.DEFINE_float, flag_values=values)
     text("workdir", None, "folder of the run, or of a Hugging Face model")
-    text("prompt", None, "text to continue; a new line when absent")
-    text("prompts", None, "file of prompts, one a line, or .jsonl; - for standard input")
+    text("prompt", None, "text to continue; by default a new line")
+    text("prompts", None, "file of prompts, one per line, or .jsonl; - for standard input")
     text("out", None, "new .jsonl file for the texts, their tokens and log-probabilities")
-    text("score", None, "file of a text to score instead: nats per token, bits per byte")
+    text("score", None, "text file to score instead: nats per token, bits per byte")
     integer("max_tokens", 500, "number of tokens to generate")
     integer("num_samples", 1, "number of texts to generate for each prompt")
-    integer("batch_size", 8, "texts side by side, where there are several prompts; changes no text")
+    integer("batch_size", 8, "texts generated side by side, if there are several prompts; does not change the texts")
     number("temperature", 0.8, "divides the logits; 0 takes the most likely token")
     integer("top_k", 0, "sample from the k most likely tokens; 0 for all")
     number("top_p", 1.0, "sample from the most likely tokens that sum to p; 1 for all")
@@ -95,7 +96,7 @@ def _check(values) -> None:
             raise UserError(f"--{name}={values[name].value}: expected {expected}")
     for one, other in (("prompt", "prompts"), ("score", "prompt"), ("score", "prompts"), ("score", "out")):
         if values[one].value is not None and values[other].value is not None:
-            raise UserError(f"--{one} and --{other} exclude each other: leave one out")
+            raise UserError(f"--{one} cannot be combined with --{other}: remove one")
     if values.workdir is None:
         raise UserError("--workdir is missing: name the folder of a run, e.g. --workdir=runs/quickstart")
 
@@ -179,7 +180,7 @@ def _write(values, run: Run, prompts: list[str], options: dict) -> int:
     settings |= options | {"draw": options["draw"]._asdict()}
     with Records(values.out, settings, group=samples) as records:
         if records.count:
-            print(f"{values.out}: goes on after {records.count} of {len(prompts) * samples} texts", file=sys.stderr)
+            print(f"{values.out}: resuming after {records.count} of {len(prompts) * samples} texts", file=sys.stderr)
         for done in complete(run, prompts[records.count // samples :], batch_size=values.batch_size, **options):
             records.write(done._asdict())
             count += len(done.tokens)
@@ -193,7 +194,7 @@ def _read(path: str) -> str:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UserError(f"--score={path} cannot be read: {reason}") from error
     if len(text) < 2:
-        raise UserError(f"--score={path} holds {len(text)} characters: give a text of two or more")
+        raise UserError(f"--score={path} holds {len(text)} characters: give a text with two or more")
     return text
 
 
@@ -201,7 +202,7 @@ def _score(run: Run, text: str) -> int:
     """Print how well the model predicts a text."""
     (found,) = score(run, [text], batch_size=max(8, 8192 // run.model.config.context))
     if not found.tokens:
-        raise UserError("--score: the text is a single token, and the first is not scored: give a longer one")
+        raise UserError("--score: the text is a single token, and the first token is not scored: give a longer text")
     print(
         f"{found.nats_per_token:.4f} nats per token, {found.bits_per_byte:.4f} bits per byte "
         f"({found.tokens:,} tokens scored, {len(text.encode()):,} bytes)"

@@ -2,20 +2,19 @@
 
     attnlab sweep --config=quickstart --grid config.optimizer.learning_rate=1e-3,3e-3 --grid config.seed=0,1
 
-Fields in one --grid vary together: two runs, not four, of
+Fields in one --grid vary together, so this gives two runs, not four:
 
     --grid "config.model.width=64,128 config.optimizer.learning_rate=1e-3,5e-4"
 
-A value with a comma is put in double quotes. None is a value where a field may be None, as in
+Put a value with a comma in double quotes. Fields that may be None also take None, as in
 config.model.attention.window=None,16.
 
-Each run has a workdir of its own in --workdir, named by its values. Runs that differ in seed and learning rate alone
-share a process and its programs; on GPUs --together trains them as one program. The same command goes on where it was
-stopped or killed, and keeps the runs that are finished; with more values it trains the new ones. A run that fails does
-not end the others. At the end runs.csv has a line for each run, the lowest final loss first, runs.png shows their
-losses, and sweep.html is a page of both. Where seeds vary beside another field, runs that differ in the seed alone are
-a group: groups.csv has the mean final loss of each group with its 95 % interval over seeds, and runs.png a colour for
-each.
+Each run has its own folder in --workdir, named after its values. Runs that differ only in seed and learning rate share
+a process and its compiled programs; on GPUs --together trains them as one program. The same command resumes a stopped
+or killed sweep, and keeps finished runs; with more values it trains the new ones. A failed run does not end the others.
+At the end runs.csv has a line for each run, the lowest final loss first, runs.png shows their losses, and sweep.html is
+a page with both. If seeds vary beside another field, runs that differ only in the seed form a group: groups.csv has the
+mean final loss of each group with its 95 % interval over seeds, and runs.png has a colour for each group.
 `python -m attnlab.sweep` is the same command.
 """
 

@@ -151,7 +151,7 @@ def train(
     parts = {"layers": layers, "mask": mask, "score_mod": score_mod}
     for name, value in parts.items():
         if model is not None and value is not None:
-            raise UserError(f"{name}= is for the config's GPT, and model= takes its place: leave one of them out")
+            raise UserError(f"{name}= applies to the config's GPT, which model= replaces: remove one of them")
     config, overrides = with_parts(configs.completed(config), **parts), Overrides(model, optimizer)
     hooks = {"on_step": on_step, "on_phase": on_phase, "tracker": tracker}
     return _train(config, workdir, overrides, eval_only=eval_only, **hooks)
@@ -194,7 +194,7 @@ def is_finished(config: ConfigDict | RunConfig, workdir: str | Path) -> bool:
 def _print_finished(plan: runs.RunPlan) -> None:
     steps = plan.config.steps
     status.clear()
-    early = "" if plan.finished == steps else f"; --config.eval.patience=0 goes on to step {steps}"
+    early = "" if plan.finished == steps else f"; --config.eval.patience=0 continues to step {steps}"
     if jax.process_index() == 0:
         print(f"{plan.workdir} is finished ({plan.finished} steps): nothing to do{early}")
 

@@ -2,8 +2,8 @@
 
     python -m attnlab.bench attention [--lengths=1024,4096] [--masks=causal,window,documents] [--dtype=bfloat16]
 
-Contenders alternate in this process. attnlab always takes part, and times are also given as multiples of its own.
-The peers are jax.nn, and where they are installed (pip install torch tokamax attnax) torch's SDPA and FlexAttention,
+Contenders alternate in this process. attnlab always takes part, and times are also shown as multiples of its time.
+The peers are jax.nn and, if they are installed (pip install torch tokamax attnax), torch's SDPA and FlexAttention,
 tokamax and attnax; --peers selects some. All compute in the inputs' type, --dtype. A contender whose output differs
 from attnlab's is left out, with a message.
 
@@ -43,7 +43,7 @@ def define(values, argv) -> None:
     flags.DEFINE_list("lengths", ["256", "1024", "4096"], "sequence lengths", flag_values=values)
     options.define_choices(values, "masks", MASKS, "masks")
     known = ", ".join(name for name in peers.PEERS if name != "attnlab")
-    meaning = f"contenders beside attnlab: any of {known}; all that are installed if not given"
+    meaning = f"contenders beside attnlab: any of {known}; by default all that are installed"
     flags.DEFINE_list("peers", None, meaning, flag_values=values)
     options.define_common(values, COUNTS)
 
@@ -101,7 +101,7 @@ def _task(values, mask, length) -> peers.Task:
 
 
 def _agreeing(names, task, label) -> dict[str, peers.Contender]:
-    """The contenders whose output is that of the first, which is attnlab; prints why others are left out."""
+    """The contenders with the same output as the first, attnlab; prints why others are left out."""
     expected, agreeing = None, {}
     for name in names:
         try:
@@ -122,7 +122,7 @@ def _agreeing(names, task, label) -> dict[str, peers.Contender]:
 
 
 def _difference(out: np.ndarray, expected: np.ndarray, dtype) -> tuple[float, float]:
-    """(The difference of two outputs, what it may be)."""
+    """(The difference of two outputs, the allowed difference)."""
     if dtype == np.float32:
         return float(np.abs(out - expected).max()), 1e-4
     # A value is rounded to 8 bits at most four times (q·scale, scores, probabilities, output), each with a relative

@@ -4,13 +4,13 @@
 
 1. Correctness: every backend against the specification in float64, outputs and gradients. A failure is WRONG in the
    table, and the exit code is 1.
-2. Training in bfloat16, against nanoGPT by its own recipe for GPUs (compiled). The tokens are random, as time does not
-   depend on the text.
+2. Training in bfloat16, against nanoGPT by its own recipe for GPUs (compiled). The tokens are random, because the time
+   does not depend on the text.
 3. The operator in bfloat16, against jax.nn and torch (SDPA, FlexAttention).
 
-Ratios above 1 in the figures mean that attnlab is faster. FLOPs are the necessary ones: of the visible pairs, two
-matrix products forward and five more backward, the usual count for flash attention; of training, 6 a parameter and
-12·layers·width·context a token, as nanoGPT counts them. Without a GPU all sizes are small, as a test of the command.
+Ratios above 1 in the figures mean that attnlab is faster. Only necessary FLOPs count. For the operator, these are two
+matrix products forward and five more backward over the visible pairs, as usual for flash attention. For training, each
+token takes 6 per parameter and 12·layers·width·context, as nanoGPT counts. Without a GPU all sizes are small.
 """
 
 import contextlib
@@ -83,14 +83,14 @@ def define(values, argv) -> None:
     flags.DEFINE_bool("train", True, "benchmark training as well", flag_values=values)
     options.define_peer(values, python=None)
     flags.DEFINE_float("peak_tflops", None, "the device's peak in bfloat16, to print the MFU", flag_values=values)
-    flags.DEFINE_float("seconds", 300.0, "what is not timed by then is left out", flag_values=values)
+    flags.DEFINE_float("seconds", 300.0, "time limit; what is not timed by then is left out", flag_values=values)
     options.define_json(values)
     recording.define(values)
 
 
 def main(values) -> int:
     """Check, benchmark, and print the table; 1 if a result is wrong."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes the memory that peers need
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes the memory that peers need
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # one GPU for all
     deadline = time.monotonic() + values.seconds
     setup = _GPU if jax.default_backend() == "gpu" else _CPU
@@ -118,7 +118,7 @@ def main(values) -> int:
 
 
 def _cases(figures: dict) -> dict[str, dict]:
-    """The figures as recorded: of the checks, and of the rest."""
+    """The figures as recorded: those of the checks, and the others."""
     is_check = {name: name.startswith(("check_", "error_")) for name in figures}
     return {
         case: {name: x for name, x in figures.items() if is_check[name] == (case == "checks")}
@@ -144,9 +144,9 @@ def _checked(values, setup) -> tuple[list[int], list[int]]:
 
 @contextlib.contextmanager
 def _torch(values, folder, report):
-    """Starts torch in a process of its own, with CUDA libraries of its own; None if torch is not installed."""
+    """Start torch in its own process, with its own CUDA libraries; yield None if torch is not installed."""
     if not values.peer_python and not importlib.util.find_spec("torch"):
-        print("torch is not installed, so torch and nanoGPT are left out: give a Python that has it by --peer_python")
+        print("torch is not installed, so torch and nanoGPT are left out: give a Python that has it with --peer_python")
         yield None
         return
     command = [values.peer_python or sys.executable, str(Path(__file__).parent / "harness" / "torchattention.py")]
@@ -173,7 +173,7 @@ def _train(report, values, setup) -> None:
     device = "cuda" if setup is _GPU else "cpu"
     peer = {"peer": True, "compiled": setup is _GPU, "device": device, "bfloat16": True, "log_every": 10}
     if not values.peer_path:
-        print("nanoGPT is left out: give a checkout by --peer_path")
+        print("nanoGPT is left out: give a checkout with --peer_path")
     tokens = np.random.default_rng(0).integers(vocab_size, size=2**20)
     python = values.peer_python or sys.executable
     for contenders in [alone | {"nanoGPT": peer}, alone] if values.peer_path else [alone]:

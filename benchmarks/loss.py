@@ -1,4 +1,4 @@
-"""Benchmark training to a loss: the seconds until attnlab has the loss with which nanoGPT ends, on the same text.
+"""Benchmark training to a loss: the seconds until attnlab reaches nanoGPT's final loss, on the same text.
 
     python -m attnlab.bench loss --peer_path=nanoGPT --peer_python=torch/bin/python [--path=TEXT.txt]
     python -m attnlab.bench loss --recipes=speedrun:fast,my_config.py --path=TEXT.txt
@@ -6,15 +6,15 @@
 nanoGPT trains compiled, in float32 and once more under torch.autocast in bfloat16, by its README's recipe for CPUs:
 4 layers, 4 heads, width 128, context 64, batch size 12, no dropout, AdamW at 1e-3 with β2 0.99, 100 steps of warm-up
 and a cosine down to 1e-4 over 2,000 steps (--steps).
-attnlab trains by recipes, which are configs as for `attnlab train`: `speedrun:fast` is planned to end soon at
-nanoGPT's loss, `speedrun:budget` at the lowest loss after nanoGPT's 2,000 × 768 tokens.
+attnlab trains by recipes, which are configs as for `attnlab train`: `speedrun:fast` is designed to reach nanoGPT's loss
+soon, `speedrun:budget` to reach the lowest loss with nanoGPT's 2,000 × 768 tokens.
 
-All train to their end in a process of their own, in blocks that alternate, on the same characters. Seconds are those of
-the training steps, batches included; without each contender's first step, which compiles, and without evaluation. The
-loss is the mean over all of the validation text, in adjacent windows of each contender's context, in nats a character.
-Without --peer_path attnlab runs alone.
+Each trains to its end in its own process, in blocks that alternate, on the same characters. Seconds count the training
+steps with their batches, but neither each contender's first step, which compiles, nor evaluation. The loss is the mean
+over all of the validation text, in adjacent windows of each contender's context, in nats per character. Without
+--peer_path attnlab runs alone.
 
-Figures: loss_CONTENDER, seconds_CONTENDER, tokens_CONTENDER, parameters_CONTENDER; of a recipe whose loss is no higher
+Figures: loss_CONTENDER, seconds_CONTENDER, tokens_CONTENDER, parameters_CONTENDER; for a recipe whose loss is no higher
 than nanoGPT's, ratio_CONTENDER, the seconds of nanoGPT in float32 over the recipe's, and ratio_CONTENDER_over_autocast,
 the seconds of nanoGPT under autocast over the recipe's.
 """
@@ -49,9 +49,9 @@ class Runner(NamedTuple):
     """A contender's part in the race.
 
     Attributes:
-      options: for its process, see `workers.started`.
-      steps: that it trains for.
-      tokens: in a step.
+      options: arguments of its process, see `workers.started`.
+      steps: training steps.
+      tokens: tokens per step.
     """
 
     options: dict
@@ -65,7 +65,7 @@ def define(values, argv) -> None:
     flags.DEFINE_list(
         "recipes", ["speedrun:fast", "speedrun:budget"], "configs, by name or file[:variant]", flag_values=values
     )
-    flags.DEFINE_string("path", "", "a text file; if not given, the quickstart's text", flag_values=values)
+    flags.DEFINE_string("path", "", "a text file; by default the quickstart's text", flag_values=values)
     options.define_common(values, COUNTS)
 
 
@@ -77,7 +77,7 @@ def main(values) -> int:
     runners |= {name: _ours(name, load_recipe(name)) for name in values.recipes}
     for name, runner in runners.items():
         if runner.steps <= values.rounds:
-            raise UserError(f"{name} has {runner.steps} steps: give --rounds below that, not {values.rounds}")
+            raise UserError(f"{name} has {runner.steps} steps: expected --rounds below that, not {values.rounds}")
     text = corpora.read_text("text" if values.path else "python_docs", path=values.path)
     figures = race(runners, text, values.rounds, (values.peer_path, values.peer_python))
     _print(figures, runners, values.path or "the quickstart's text")
@@ -110,13 +110,13 @@ def _peer(steps: int, bfloat16: bool) -> Runner:
 
 def _ours(name: str, config: RunConfig) -> Runner:
     if config.data.packing != "stream" or config.parallel.strategy != "mesh":
-        raise UserError(f"--recipes={name}: the race is with config.data.packing='stream' on one machine's mesh alone")
+        raise UserError(f"--recipes={name}: the race needs data.packing='stream' and parallel.strategy='mesh'")
     recipe = json.loads(configs.to_json(config))
     return Runner({"peer": False, "recipe": recipe}, config.steps, config.batch_size * config.model.context)
 
 
 def race(runners: dict[str, Runner], text: corpora.Strings, rounds: int, peer: tuple[str | None, str | None]) -> dict:
-    """Train all contenders to their end, in turn; the figures."""
+    """Train all contenders to their end, in turn; returns the figures."""
     tokenizer = tokenizers.make("char", text.train + text.validation)
     contenders = {name: runner.options for name, runner in runners.items()}
     given = {"tokens": tokenizer.encode(text.train), "vocab_size": tokenizer.vocab_size}
@@ -139,7 +139,7 @@ def race(runners: dict[str, Runner], text: corpora.Strings, rounds: int, peer: t
 
 
 def _train(running: dict[str, workers.Worker], runners: dict[str, Runner], rounds: int) -> dict[str, float]:
-    """Seconds of training of each, from their second step on; A B C A B C … in `rounds` blocks each."""
+    """Training seconds of each, from its second step on, in `rounds` alternating blocks: A B C A B C …"""
     for worker in running.values():
         worker.ask("train", steps=1)
     seconds = dict.fromkeys(running, 0.0)
@@ -162,5 +162,5 @@ def _print(figures: dict, runners: dict[str, Runner], text: str) -> None:
         for peer, (_, suffix, column) in PEERS.items():
             if peer in runners:
                 ratio = figures.get(f"ratio_{name}{suffix}")
-                rows[name][column] = "" if name in PEERS else f"{ratio:.2f}" if ratio else "its loss is not reached"
-    tables.table("training to a loss", rows, caption=f"{text}; nats a character on its validation part")
+                rows[name][column] = "" if name in PEERS else f"{ratio:.2f}" if ratio else "loss not reached"
+    tables.table("training to a loss", rows, caption=f"{text}; nats per character on its validation part")

@@ -1,10 +1,10 @@
-"""Benchmark the matrix products of a training step, each alone: their sum is the step's floor.
+"""Benchmark the matrix products of a training step, each alone: the sum of their times is the step's floor.
 
     python -m attnlab.bench products [--sizes=large] [--precisions=bfloat16] [--json=products.json]
 
 `bench train` has the same sizes, and prints a step's time over its floor. Each product is timed in its shape, form and
-type through XLA, as attnlab's modules call it, and through PyTorch where it is installed, in alternation. Products of
-attention, whose blocks are small, are not among them.
+type through XLA, as attnlab's modules call it, and through PyTorch if it is installed, in alternation. Products within
+attention are not included, because their blocks are small.
 
 Figures, for each size and precision: floor_ms_SIZE_PRECISION, the sum through XLA; floor_torch_ms_SIZE_PRECISION; and
 gflop_SIZE_PRECISION.
@@ -52,19 +52,19 @@ def _measure(size: str, precision: str, rounds: int) -> dict:
     rows, figures = {}, {f"gflop_{size}_{precision}": sum(p.flops * n for p, n in counts.items()) / 1e9}
     sums = dict.fromkeys(running, 0.0)
     for at, (product, count) in enumerate(counts.items()):
-        row = {"a step": str(count), "GFLOP": f"{product.flops * count / 1e9:.1f}"}
+        row = {"calls": str(count), "GFLOP": f"{product.flops * count / 1e9:.1f}"}
         for library, given in answers.items():
             seconds = statistics.median(answer["seconds"][at] for answer in given)
             sums[library] += seconds * count
             row |= {f"{LIBRARIES[library]}, ms": f"{1e3 * seconds * count:.2f}"}
             row |= {"GFLOP/s" + " " * (library == "torch"): f"{product.flops / seconds / 1e9:.0f}"}
         rows[str(product)] = row
-    total = {"a step": str(counts.total()), "GFLOP": f"{figures[f'gflop_{size}_{precision}']:.1f}"}
+    total = {"calls": str(counts.total()), "GFLOP": f"{figures[f'gflop_{size}_{precision}']:.1f}"}
     for library, seconds in sums.items():
         prefix = "floor_ms" if library == "xla" else f"floor_{library}_ms"
         figures[f"{prefix}_{size}_{precision}"] = 1e3 * seconds
         total[f"{LIBRARIES[library]}, ms"] = f"{1e3 * seconds:.2f}"
-    caption = "milliseconds of all calls of a step; medians over rounds"
+    caption = "calls and their milliseconds in a step; medians over rounds"
     tables.table(f"products of a step: {size}, {precision}", rows | {"the floor": total}, caption=caption)
     return figures
 
@@ -76,7 +76,7 @@ def _started(products: list):
         running = {}
         for library in LIBRARIES:
             if library == "torch" and not importlib.util.find_spec("torch"):
-                print("torch is not installed: XLA runs alone", file=sys.stderr)
+                print("torch is not installed: timing only XLA", file=sys.stderr)
                 continue
             command = workers.command("harness.matrix_products")
             running[library] = workers.Worker(command, Path(folder) / f"{library}.log")

@@ -3,10 +3,10 @@
     python -m attnlab.bench recurrence [--lengths=2048,4096,16384] [--members=gated_delta,gla]
         [--impls=chunked,parallel] [--chunks=16,32,64]
 
-Members: plain (linear attention), mamba2 (decays a head), gla (by feature), gated_delta, kda (by feature) and general
-(e and r of their own, as in RWKV-7). Contenders alternate; times are also given as multiples of the softmax's.
+Members: plain (linear attention), mamba2 (a decay per head), gla (per feature), gated_delta, kda (per feature) and
+general (separate e and r, as in RWKV-7). Contenders alternate; times are also shown as multiples of the softmax's.
 
-Figures: seconds (medians), and us_a_token, by length and pass, and contender.
+Figures: seconds (medians) and us_a_token, by length, pass and contender.
 """
 
 import functools
@@ -45,9 +45,9 @@ COUNTS = {
 def define(values, argv) -> None:
     """Define the flags."""
     flags.DEFINE_list("lengths", ["2048", "4096", "16384"], "sequence lengths", flag_values=values)
-    flags.DEFINE_list("chunks", [], "tokens of a chunk; the schedule's own where empty", flag_values=values)
+    flags.DEFINE_list("chunks", [], "tokens per chunk; by default chosen by the schedule", flag_values=values)
     flags.DEFINE_list("impls", ["chunked"], "schedules: chunked, parallel", flag_values=values)
-    flags.DEFINE_integer("longest_softmax", 4096, "the longest sequence of the softmax", flag_values=values)
+    flags.DEFINE_integer("longest_softmax", 4096, "the longest sequence for the softmax", flag_values=values)
     options.define_choices(values, "members", MEMBERS, "members")
     options.define_common(values, COUNTS)
 
@@ -82,7 +82,7 @@ def main(values) -> int:
         if name != "softmax":
             print(f"{name}, {which}: {_pays(rows, beside, which, name)}")
     cells = {label: {name: f"{t:.2f}" for name, t in row.items()} for label, row in a_token.items()}
-    tables.table("microseconds a token", cells)
+    tables.table("microseconds per token", cells)
     seconds = {label: {name: statistics.median(s) for name, s in row.items()} for label, row in rows.items()}
     options.keep(values.json, {"seconds": seconds, "us_a_token": a_token})
     cases = {f"{label}, {sizes}": {"seconds": seconds[label], "us_a_token": a_token[label]} for label in rows}

@@ -2,10 +2,10 @@
 
     python -m attnlab.bench start [--config=sancho:small] [--rounds=5] [--json=start.json]
 
-Each is a process, timed from its start until its output shows what is waited for. Cold: with an empty compilation cache
+Each is a process, timed from its start until its output shows the event. Cold: with an empty compilation cache
 (JAX_COMPILATION_CACHE_DIR); warm: the same command again, with the cache that the cold one has filled. Files are in the
 system's cache in both cases. The default --config is quickstart. The table names the device of the processes, a GPU or
-a CPU. With --record this process has the device as well, so that none of them reserves most of a GPU's memory.
+a CPU. With --record this process uses the device as well, so no process may reserve most of a GPU's memory.
 
 Figures: the device, and medians of seconds: import_flax_s (`import jax, flax`), import_attnlab_s (and
 `from attnlab import *`), start_cold_s, start_warm_s, first_character_cold_s and first_character_warm_s.
@@ -50,7 +50,7 @@ def main(values) -> int:
     config, changes = commands.config_of(values)[0], commands.changes(values)
     arguments = [f"--config={values['config'].experiment}", *(f"--config.{field}={x}" for field, x in changes.items())]
     if config.checkpoint.dir:
-        raise UserError("--config.checkpoint.dir: each run of this benchmark saves in its own workdir; leave it out")
+        raise UserError("--config.checkpoint.dir: each run of this benchmark saves in its own workdir; remove it")
     with tempfile.TemporaryDirectory(prefix="attnlab-start-") as name:
         device = _finish([sys.executable, "-c", DEVICE], Path(name)).strip()
         seconds = _starts(values.rounds, arguments, Path(name))

@@ -4,13 +4,13 @@
 
 Size small is nanoGPT's recipe for CPUs (4 layers, 4 heads, width 128, context 64, batch size 12); large has 6 layers,
 6 heads, width 384, context 256, batch size 16. nanoGPT runs its own model and loop, eager and compiled, in float32 and,
-where attnlab's precisions have bfloat16, under torch.autocast in bfloat16. Like is compared with like: attnlab's
+if attnlab's precisions include bfloat16, under torch.autocast in bfloat16. Like is compared with like: attnlab's
 float32 with the faster float32 nanoGPT, its bfloat16 with the faster autocast nanoGPT. The contenders alternate, each
 in a process of its own. Without --peer_path attnlab runs alone.
 
 Figures: ratio_SIZE_PRECISION, attnlab's tokens a second over the faster float32 nanoGPT's, and
 ratio_SIZE_bfloat16_over_autocast, over the faster autocast nanoGPT's; tokens_per_second_SIZE_CONTENDER,
-step_ms_SIZE_CONTENDER and peak_mib_SIZE_CONTENDER; of attnlab's also floor_ms_SIZE_CONTENDER, the time of the matrix
+step_ms_SIZE_CONTENDER and peak_mib_SIZE_CONTENDER; for attnlab also floor_ms_SIZE_CONTENDER, the time of the matrix
 products of a step, each alone (`bench products`), and step_over_floor_SIZE_CONTENDER.
 """
 
@@ -23,9 +23,9 @@ from .harness import memory, options, tables, workers
 PRECISIONS = ("float32", "bfloat16")
 CAPTION = (
     "medians; × float32: tokens/s over the faster nanoGPT in float32; × autocast: over the faster nanoGPT in bfloat16. "
-    "Like with like: × float32 of attnlab float32, × autocast of attnlab bfloat16"
+    "Like with like: × float32 for attnlab float32, × autocast for attnlab bfloat16"
 )
-COUNTS = {"rounds": (7, "timed blocks of each contender"), "seconds": (6, "seconds a block, about")}
+COUNTS = {"rounds": (7, "timed blocks of each contender"), "seconds": (6, "approximate seconds per block")}
 
 
 def define(values, argv) -> None:
@@ -85,7 +85,7 @@ def _label(size: str, name: str) -> str:
 
 
 def _speed(size: str, name: str, times: list[float], figures: dict) -> dict[str, str]:
-    """A contender's cells of speed, whose figures are added."""
+    """A contender's speed cells; adds their figures."""
     step, tokens = statistics.median(times), workers.SIZES[size]["batch_size"] * workers.SIZES[size]["context"]
     figures[f"step_ms_{_label(size, name)}"] = 1e3 * step
     figures[f"tokens_per_second_{_label(size, name)}"] = tokens / step
@@ -93,7 +93,7 @@ def _speed(size: str, name: str, times: list[float], figures: dict) -> dict[str,
 
 
 def _ratios(size: str, name: str, seconds: dict, ours: dict, theirs: dict, figures: dict) -> dict[str, str]:
-    """A contender's cells over the faster nanoGPT in float32, and in bfloat16 also under autocast."""
+    """A contender's ratios over the faster float32 nanoGPT, and in bfloat16 also over the faster autocast nanoGPT."""
     row, in_bfloat16 = {}, "autocast" in name or "bfloat16" in name
     for column, autocast, suffix in (("× float32", False, ""), ("× autocast", True, "_over_autocast")):
         peers = [peer for peer, options in theirs.items() if options["bfloat16"] == autocast]
@@ -109,7 +109,7 @@ def _ratios(size: str, name: str, seconds: dict, ours: dict, theirs: dict, figur
 
 
 def _over_floor(size: str, name: str, times: list[float], floors: list[float], figures: dict) -> dict[str, str]:
-    """The cell of a step over its matrix products, whose figures are added."""
+    """The cell of a step's time over that of its matrix products; adds its figures."""
     over = statistics.median(step / floor for step, floor in zip(times, floors))
     figures[f"floor_ms_{_label(size, name)}"] = 1e3 * statistics.median(floors)
     figures[f"step_over_floor_{_label(size, name)}"] = over

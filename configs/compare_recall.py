@@ -4,11 +4,11 @@
     attnlab train --config=compare_recall --config.model.conv.kernel_size=2 \\
         --config.data.name="task:recall pairs=16 fewest=4 symbols=127"
 
-The name of a variant ends with the features of a key. The hybrid is three layers of Gated DeltaNet for one of attention
-(Wang et al. 2025, arXiv 2507.06457); the layers of two blocks have a convolution before them, as each layer of Gated
-DeltaNet has, without which no mixer finds the token before. Muon, as AdamW left most runs at chance for 500 steps and
-more. Measured while Muon left convolutions and the gates of Gated DeltaNet to AdamW: 60 runs, 18 minutes with
-`--jobs=2` on two cores of an AMD EPYC (family 25, model 17), other work beside; three seeds, recall ± 95 % interval:
+A variant's name ends with the number of features of a key. The hybrid has three layers of Gated DeltaNet for one of
+attention (Wang et al. 2025, arXiv 2507.06457). Models of two blocks begin with a convolution, and each layer of Gated
+DeltaNet has one, because without it no mixer finds the previous token. The optimizer is Muon: AdamW left most runs at
+chance for 500 steps and more. Measured when Muon left convolutions and Gated DeltaNet's gates to AdamW: 60 runs, 18
+minutes with `--jobs=2` on two busy cores of an AMD EPYC (family 25, model 17); three seeds, recall ± 95 % interval:
 attention 64 1.000 ± 0.000, gated_delta 16 0.764 ± 0.277, gated_delta 64 0.996 ± 0.005, four gated_delta 8 0.095 ±
 0.246, hybrid 8 1.000 ± 0.000, and with `attnlab train` attention 32 1.000 for each seed.
 """

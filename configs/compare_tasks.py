@@ -1,4 +1,4 @@
-"""Mixers compared on tasks that a loss on text does not show: recall, state tracking, length.
+"""Mixers compared on abilities that a loss on text does not show: recall, state tracking, length.
 
     attnlab compare --config=compare_tasks --tasks=recall,parity,copy,induction
     attnlab compare --config=compare_tasks --tasks="task:recall pairs=8 symbols=16" --workdir=runs/mine
@@ -20,7 +20,7 @@ COMPARE = {"learning_rates": "1e-3,3e-3", "seeds": "3", "tasks": "recall,parity"
 
 
 def get_config():
-    """A small model, and steps enough for the tasks of `attnlab compare --tasks`."""
+    """A small model, and enough steps for the tasks of `attnlab compare --tasks`."""
     config = default()
     config.model.num_layers, config.model.width = 2, 64
     config.steps, config.batch_size, config.precision = 1000, 64, "float32"

@@ -3,7 +3,7 @@
     attnlab train --config=gated_delta_tiny
     attnlab train --config=gated_delta_tiny --config.data.path=FILE.txt
 
-2,000 steps of 12 × 64 tokens, as the quickstart; validation loss on the Python docs 1.209 nats a character (the
+2,000 steps of 12 × 64 tokens, as in the quickstart; validation loss on the Python docs 1.209 nats per character (the
 quickstart 1.254).
 """
 

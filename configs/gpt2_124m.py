@@ -4,14 +4,14 @@
     attnlab train --config=gpt2_124m --config.data.path='fineweb/sample/10BT/*.parquet'
 
 The files are 10 billion tokens of English web pages (Penedo et al. 2024, arXiv 2406.17557); any other text will do.
-Where they cannot be downloaded, `--config.data.mixture='quijote=4, python_docs=1'` is a text for trials, of 2.6 MB.
+If they cannot be downloaded, `--config.data.mixture='quijote=4, python_docs=1'` is a 2.6 MB text for trials.
 
 Sizes, batch and schedule are those with which nanoGPT reproduces GPT-2: half a million tokens per update, 600,000
 updates. The tokenizer is a byte-level BPE with up to 50,257 tokens like GPT-2's, but its merges are learned from this
 text. The model pads the vocabulary to 50,304, a multiple of 128.
 
 Memory on an H100: 22.1 GiB, as `attnlab plan --config=gpt2_124m --topology=h100` compiles it (JAX 0.12). Time: 16
-sequences took 36.8 ms there (docs/benchmarks.md), by which all updates take 7.7 days.
+sequences took 36.8 ms there (docs/benchmarks.md), so all updates would take 7.7 days.
 Loss, and a run of more than a few seconds: not measured. One step with a tiny batch runs on a CPU:
 
     … --config.steps=1 --config.batch_size=1 --config.optimizer.accumulation=1 --config.eval.windows=1

@@ -1,10 +1,10 @@
-"""Fine-tune a model of Hugging Face, or a run of attnlab, on a text.
+"""Fine-tune a Hugging Face model, or a run of attnlab, on a text.
 
     attnlab train --config=gpt2_finetune --config.init_from=gpt2 --config.data.path='books/*.txt'
     attnlab sample --workdir=runs/gpt2_finetune
 
 `init_from` is a folder with the `config.json`, `model.safetensors` and tokenizer files of a GPT-2, Llama, Mistral,
-Qwen, Gemma, OLMo 2 or Phi-3, or the workdir of a run. Where it has no tokenizer, choose one, e.g.
+Qwen, Gemma, OLMo 2 or Phi-3, or the workdir of a run. If it has no tokenizer, choose one, e.g.
 `--config.data.tokenizer=byte`. The model's shape and tokenizer come from there. A context longer than
 `config.model.context` is cut. 200 updates of 8,192 tokens, at a twelfth of the learning rate of pretraining.
 Time and result: not measured on GPT-2's weights.

@@ -3,7 +3,7 @@
     attnlab train --config=hybrid_tiny
     attnlab train --config=hybrid_tiny --config.data.path=FILE.txt
 
-2,000 steps of 12 × 64 tokens, as the quickstart; validation loss on the Python docs 1.200 nats a character (the
+2,000 steps of 12 × 64 tokens, as in the quickstart; validation loss on the Python docs 1.200 nats per character (the
 quickstart 1.254, Gated DeltaNet alone 1.209).
 """
 

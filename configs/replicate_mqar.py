@@ -5,7 +5,7 @@
 
 Four pairs, and each key once more among noise: the easiest sequences of Arora et al. 2023 (arXiv 2312.04927).
 
-Twelve runs, 25 minutes with `--jobs=2` on two cores of an AMD EPYC (family 25, model 17) other work beside. Accuracy,
+Twelve runs, 25 minutes with `--jobs=2` on two cores of an AMD EPYC (family 25, model 17), other work running. Accuracy,
 mean of three seeds ± 95 % interval: attention 0.899 ± 0.005, delta 0.019 ± 0.032, gated_delta 0.004 ± 0.002, linear
 0.038 ± 0.009: not trained far enough.
 """
@@ -26,9 +26,9 @@ PUBLISHED = {
         "results": {"attention": 0.993, "delta": 0.983, "gated_delta": 0.976, "linear": 0.971},
         "margin": 0.006,  # two standard errors of a difference between accuracies near 0.98 of 4,000 answers each
         "differs": (
-            "a vocabulary of 1,023 for 8,192; fresh sequences, theirs are 100,000, and steps end at an accuracy of "
-            "0.99; initial values of GPT-2; no decay; linear attention is normalised, with elu + 1 for SiLU, and its "
-            "convolutions are layers."
+            "a vocabulary of 1,023 instead of 8,192; fresh sequences (theirs: 100,000, and training ends at accuracy "
+            "0.99); GPT-2's initial values; no decay; linear attention is normalised, with elu + 1 instead of SiLU, "
+            "and its convolutions are layers."
         ),
         "protocol": {"steps": 50_000, "seeds": 1},
     }
@@ -37,7 +37,7 @@ COMPARE = {"learning_rates": "1e-3", "seeds": "3", "tasks": TASK}
 
 
 def get_config():
-    """The published model: two layers of width 64, four heads, RMS norms, SwiGLU, an output layer of its own."""
+    """The published model: two layers of width 64, four heads, RMS norms, SwiGLU, a separate output layer."""
     config = default()
     config.model.num_layers, config.model.width, config.model.num_heads, config.model.context = 2, 64, 4, 64
     config.model.update(norm="rms", mlp="gated", activation="silu", tie_embeddings=False)

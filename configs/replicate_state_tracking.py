@@ -23,8 +23,8 @@ PUBLISHED = {
         "margin": 0.016,  # two standard errors of a difference near 1/2 of 8,192 sequences each
         "length": 4,
         "differs": (
-            "an answer at each digit, not at the last alone; sequences of one length, theirs have 40 to 256 digits; "
-            "rotary positions; means of seeds, theirs is the best of 3."
+            "an answer at each digit, not only at the last; sequences of one length (theirs: 40 to 256 digits); "
+            "rotary positions; means over seeds (theirs: the best of 3)."
         ),
         "protocol": {
             "steps": 20_000,

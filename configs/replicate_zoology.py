@@ -6,7 +6,7 @@
 Sequences of 64 tokens with 4 pairs, models of width 64 without feed-forward layers: two layers of attention with one
 head and learned positions, four of gated convolutions over the whole sequence.
 
-Six runs, about 15 minutes with `--jobs=2` on two cores of an AMD EPYC (family 25, model 17) with other work beside.
+Six runs, about 15 minutes with `--jobs=2` on two cores of an AMD EPYC (family 25, model 17) with other work running.
 Accuracy, mean of three seeds ± 95 % interval: attention 0.833 ± 0.598, gated_conv 0.258 ± 0.005: underpowered.
 """
 
@@ -21,10 +21,10 @@ PUBLISHED = {
     TASK: {
         "source": "figure 2, sequences of 64, width 64, read off; code at commit de4e258 of HazyResearch/zoology",
         "results": {"attention": 1.0, "gated_conv": 0.7},
-        "margin": 0.02,  # of reading a figure
+        "margin": 0.02,  # for reading off a figure
         "differs": (
-            "a vocabulary of 1,023 for 8,192; fresh sequences; explicit filters of 64 tokens in all layers, theirs "
-            "alternate between 3 tokens and implicit filters; no dropout; means of seeds."
+            "a vocabulary of 1,023 instead of 8,192; fresh sequences; explicit filters of 64 tokens in all layers "
+            "(theirs alternate between 3 tokens and implicit filters); no dropout; means over seeds."
         ),
         "protocol": {"steps": 12_500, "batch_size": 512, "learning_rates": 4},
     }

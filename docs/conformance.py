@@ -1,9 +1,9 @@
-"""The tables of docs/guide/conformance.md, from checks made now.
+"""Write the tables of docs/guide/conformance.md from new checks.
 
 python docs/conformance.py                                 # all functions that are installed: ten minutes
-python docs/conformance.py jax.nn.dot_product_attention    # these
+python docs/conformance.py jax.nn.dot_product_attention    # only this one
 
-The checks are kept in build/conformance; the tables show all that are there.
+The checks stay in build/conformance; the tables show all of them.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Fences the doctests of docstrings, which would be nested quotations in Markdown, and adds sentences of options."""
+"""Fences doctests in docstrings, which Markdown would show as nested quotations, and documents options."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ _DOCTEST = re.compile(r"^>>> .*?(?=\n[ \t]*\n|\Z)", re.MULTILINE | re.DOTALL)
 
 
 class Doctests(griffe.Extension):
-    """An extension of mkdocstrings' reader of docstrings."""
+    """Extends the docstring reader of mkdocstrings."""
 
     def on_instance(self, *, obj, **_):
         """Changes a docstring as soon as it has been read."""

@@ -1,13 +1,13 @@
-"""The figures of the README and of the studies' pages, from runs made now.
+"""Draw the figures of the README and of the study pages from new runs.
 
-python docs/figures.py              # all of them: hours on two CPU cores, as most studies are full runs
+python docs/figures.py              # all of them: hours on two CPU cores, because most studies run in full
 python docs/figures.py race resume see compare
 python docs/figures.py scaling norms
-python docs/figures.py runs/all     # studies that have run: the folder of `attnlab study all`
+python docs/figures.py runs/all     # studies that have run, in the folder of `attnlab study all`
 
-A study runs again as it ran for the figure that is there: in full, or with --fast. A figure is replaced when its run
-has succeeded. The model of `see` stays in build/figures. The race runs against what is installed: `make
-peers`, and `pip install tokamax attnax` for the rest. `see` needs Chromium and playwright.
+A study runs as it did for its current figure: in full, or with --fast. A figure is replaced only if its run succeeds.
+The model of `see` stays in build/figures. The race runs against the peers that are installed: `make peers` installs
+most, `pip install tokamax attnax` the rest. `see` needs Chromium and playwright.
 """
 
 import functools
@@ -37,11 +37,11 @@ from attnlab.study.running import RESULT, read_result
 from attnlab.training.metrics import read
 
 IMAGES = Path(__file__).parent / "images"
-COLORS = 96  # of a palette: enough for a heat map, and a third of the bytes
+COLORS = 96  # in a palette: enough for a heat map, and a third of the bytes
 
 
 def main(names: list[str]) -> int:
-    """Makes the figures with these names, all when there are none."""
+    """Draws the named figures; all of them without names."""
     known = {"race": race, "resume": resume, "see": see, "compare": compare}
     known["mixers"] = mixers
     known |= {name: lambda folder, name=name: study(name, folder) for name in STUDIES}
@@ -68,7 +68,7 @@ def spread(weights, count: int = 4) -> list[int]:
 
 
 def race(folder: Path) -> None:
-    """Runs the operator's race at one length, and draws the times of forward with backward."""
+    """Runs the operator's race at one length, and draws the times of forward + backward."""
     length, path = 4096, folder / "race.json"
     run("attnlab.bench", "attention", f"--lengths={length}", "--masks=causal,window", f"--json={path}")
     seconds = json.loads(path.read_text())["seconds"]
@@ -115,7 +115,7 @@ def resume(folder: Path) -> None:
 
 
 def life(options: list[str], workdir: Path, until: int | None) -> list[dict]:
-    """Starts or resumes a run, and kills it as soon as it has logged step `until`; the metrics that it left."""
+    """Starts or resumes a run and kills it as soon as it has logged step `until`; returns its metrics."""
     path = workdir / "metrics.jsonl"
     child = subprocess.Popen(command("attnlab.train", *options, f"--workdir={workdir}"), stdout=subprocess.DEVNULL)
     while child.poll() is None:
@@ -153,7 +153,7 @@ def see(folder: Path) -> None:
 
 
 def compare(folder: Path) -> None:
-    """Compares positions on the Python language reference, as docs/guide/comparing.md has it."""
+    """Compares positions on the Python language reference, as in docs/guide/comparing.md."""
     workdir = IMAGES.parents[1] / "build" / "figures" / "compare" / "positions"
     run("attnlab.compare", "--config=configs/compare_positions.py", f"--workdir={workdir}")
     rows = sorted(comparing.read(workdir), key=lambda row: -row["loss"])
@@ -166,40 +166,40 @@ def compare(folder: Path) -> None:
 
 
 def mixers(_: Path) -> None:
-    """Draws the bytes that decoding keeps against the length, of the quickstart's model with each mixer."""
+    """Draws the bytes of the decoding state against the length, for the quickstart's model with each mixer."""
     lengths = 2 ** np.arange(4, 17)
     models = {name: name for name in ("attention", "mamba2", "retention", "gated_delta", "gla", "gru")}
     models["3 gated_delta : 1 attention"] = "gated_delta*3 attention"
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for (name, layers), color in zip(models.items(), plots.COLORS):
-        model = GPT.of(layers, vocab_size=96, positions="none")
+        model = GPT.of(layers=layers, vocab_size=96, positions="none")
         sizes = []
         for length in lengths:
             caches = jax.eval_shape(functools.partial(model.init_caches, 1, int(length)))
             sizes.append(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches)))
         axes.loglog(lengths, sizes, label=name, color=color)
-    axes.set_xlabel("tokens of the text")
-    axes.set_ylabel("bytes kept to decode it (float32)")
+    axes.set_xlabel("length of the text (tokens)")
+    axes.set_ylabel("memory kept for decoding (bytes, float32)")
     axes.legend(frameon=False, fontsize=8)
     save(figure, IMAGES / "mixers.png")
 
 
 def study(name: str, folder: Path) -> None:
-    """Runs a study, and keeps its figure and its result."""
+    """Runs a study, and stores its figure and its result."""
     before = read_result(IMAGES / "studies" / f"{name}.json")
     run("attnlab.study", name, *(["--fast"] if before is None or before.fast else []), f"--out={folder / name}")
     keep(name, folder / name)
 
 
 def keep_all(folder: Path) -> None:
-    """Keeps the figures and the results of `attnlab study all --out=FOLDER`."""
+    """Stores the figures and the results of `attnlab study all --out=FOLDER`."""
     for name in STUDIES:
         if (folder / name / RESULT).exists():
             keep(name, folder / name)
 
 
 def keep(name: str, folder: Path) -> None:
-    """Keeps what a study wrote."""
+    """Stores the figure and the result of a study."""
     shrink(Image.open(folder / f"{name}.png"), IMAGES / "studies" / f"{name}.png")
     shutil.copyfile(folder / RESULT, IMAGES / "studies" / f"{name}.json")
 
@@ -213,7 +213,7 @@ def save(figure, path: Path) -> None:
 
 
 def shrink(image: Image.Image, path: Path, width: int = 1200, colors: int = COLORS) -> None:
-    """Writes a picture at most so wide, with a palette."""
+    """Writes a picture with a palette, at most `width` pixels wide."""
     image = image.convert("RGB")
     if image.width > width:
         image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
@@ -227,7 +227,7 @@ def command(module: str, *options: str) -> list[str]:
 
 
 def run(module: str, *options: str) -> None:
-    """Runs one of attnlab's commands; its output goes to this terminal."""
+    """Runs one of attnlab's commands, with its output on this terminal."""
     subprocess.run(command(module, *options), check=True, cwd=IMAGES.parents[1])
 
 

@@ -1,6 +1,6 @@
 """MkDocs hooks of this site, besides its plugins: rendered lessons, verdicts of studies, MathML, and checks.
 
-Every failure raises, so that a strict build never leaves out a lesson, a figure or a public name in silence.
+Every failure raises, so that a strict build never silently omits a lesson, a figure or a public name.
 """
 
 import html
@@ -55,7 +55,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Puts studies, their tables, the table of options and other files in the place of the lines that name them."""
+    """Replaces lines that name studies, tables, options or other files with their content."""
     markdown = _STUDIES.sub(lambda found: _studies(found[1].split()), markdown)
     folder = Path(page.file.abs_src_path or ROOT / "docs" / "index.md").parent
     markdown = _INCLUDED.sub(lambda found: _file(folder / found[1], found[2]), markdown)
@@ -70,7 +70,7 @@ def on_page_content(content, page, config, files):
 
 
 def on_post_build(config):
-    """Raises where a page loads something from the network, or a public name is missing from the reference."""
+    """Raises if a page loads something from the network, or a public name is missing from the reference."""
     site, ids = Path(config.site_dir), set()
     for page in site.rglob("*.html"):
         checked = _Page()
@@ -134,7 +134,7 @@ def _file(path: Path, section: str) -> str:
 
 
 def _columns() -> str:
-    """The table of the columns of a comparison, of texts and of tasks."""
+    """The table of columns of a comparison, for texts and for tasks."""
     found = {column.key: column for measure in MEASURES for column in columns(measure, 5, 2)}
     lines = [f"| `{each.key}` | {each.title} | {_cell(each.help)} |" for each in found.values()]
     return "\n".join(["| key | column | what it is |", "|---|---|---|", *lines])
@@ -148,7 +148,7 @@ def _options() -> str:
         choices = f" ({', '.join(f'`{choice}`' for choice in each.choices)})" if each.choices else ""
         meaning = f"{default} | {_cell(each.doc)}{choices} |"
         kind, _, option = name.removeprefix("model.").partition(".")
-        if kind in KINDS:  # which share most options
+        if kind in KINDS:  # kinds share most options
             kinds.setdefault((option, meaning), []).append(kind)
         else:
             fields.append(f"| `{name}` | {meaning}")

@@ -1,4 +1,4 @@
-"""Notebooks: `python docs/lessons.py [NAME …]` executes lessons and stores their outputs, pages of the site."""
+"""Notebooks: `python docs/lessons.py [NAME …]` executes lessons and stores their outputs; `render` makes site pages."""
 
 import base64
 import io
@@ -18,7 +18,7 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 CACHE = NOTEBOOKS.parent / ".cache" / "lessons"
 SECONDS_A_CELL = 900
 LOCAL = Config({"KernelManager": {"transport": "ipc"}})  # the kernel warns of TCP, which others can read
-# Otherwise Jupyter crops figures, and the layout that keeps titles apart is lost.
+# Otherwise Jupyter crops figures, and the layout that separates titles is lost.
 UNCROPPED = "%config InlineBackend.print_figure_kwargs = {'bbox_inches': None}"
 
 
@@ -67,7 +67,7 @@ def outputs(cell) -> list[tuple[str, str | bytes]]:
 
 
 def execute(source: Path) -> None:
-    """Executes a lesson, and stores its notebook with the outputs.
+    """Executes a lesson and stores its notebook with the outputs.
 
     Raises:
       nbclient.exceptions.CellExecutionError: a cell failed.
@@ -78,7 +78,7 @@ def execute(source: Path) -> None:
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
     nbclient.NotebookClient(notebook, timeout=SECONDS_A_CELL, kernel_name="python3", config=LOCAL).execute()
     del notebook.cells[0]
-    for number, cell in enumerate(notebook.cells):  # the same in each run
+    for number, cell in enumerate(notebook.cells):  # the same ids in each run
         cell["id"] = str(number)
         cell["metadata"].pop("execution", None)
         for output in cell.get("outputs", []):
@@ -90,7 +90,7 @@ def execute(source: Path) -> None:
 
 
 def with_palette(png: bytes) -> bytes:
-    """A figure in 128 colours, a third of its size: it is kept in the repository."""
+    """A figure in 128 colours: a third of the size, because the repository stores it."""
     smaller = io.BytesIO()
     Image.open(io.BytesIO(png)).convert("RGB").quantize(128).save(smaller, "PNG", optimize=True)
     return smaller.getvalue()

@@ -2,8 +2,8 @@
 
     python docs/minutes.py
 
-`.ci/run` leaves the seconds of each of its commands in `build/seconds.txt`, and here they become minutes, with the
-processor that they were measured on. Commands that it does not run keep what the table says.
+`.ci/run` writes the seconds of its commands to `build/seconds.txt`; here they become minutes, with the processor that
+they were measured on. Commands that it does not run keep their minutes in the table.
 """
 
 import re

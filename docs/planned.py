@@ -1,12 +1,12 @@
-"""The tables of docs/guide/hardware.md, from plans compiled now.
+"""Write the tables of docs/guide/hardware.md from plans compiled on this machine.
 
 python docs/planned.py                         # all of them: the better part of an hour on two CPU cores
 python docs/planned.py quickstart sancho:tiny  # these configs
 python docs/planned.py memory meshes           # GPT-2 124M: what remat saves, and how eight H100s may share it
 
-Nothing runs on the hardware that is compiled for: its compilers do here, libtpu and JAX's CUDA plugin, on Python 3.12
-or newer (`make planned PYTHON=python3.12 VENV=.venv-hardware` installs them). Plans are kept in build/planned until the
-source or a compiler changes, so that an interrupted call goes on where it was; the tables show all that are there.
+Nothing runs on the target hardware. Only its compilers run, on this machine: libtpu and JAX's CUDA plugin, with Python
+3.12 or newer (`make planned PYTHON=python3.12 VENV=.venv-hardware` installs them). Plans stay in build/planned until
+the source or a compiler changes, so that an interrupted call resumes; the tables show all plans in that folder.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ TABLES = ROOT / "docs" / "guide" / "planned.txt"
 COMPILERS = {"jax": "JAX", "libtpu": "libtpu", "jax-cuda13-plugin": "the CUDA 13 plugin", "nvidia-cudnn-cu13": "cuDNN"}
 
 TOPOLOGIES = {"v5e:2x2": 4, "v5p:2x2x1": 4, "h100:8": 8}  # and their devices
-# What a config needs on the command line where its text and GPT-2 are not there.
+# Options that a config needs if its text and the weights of GPT-2 are not here.
 CONFIGS = {
     "quickstart": (),
     "sancho:tiny": (),
@@ -45,7 +45,7 @@ CONFIGS = {
     ),
 }
 REMAT = ("none", "dots", "attention", "block")
-BATCHES = {"v5e": 8, "h100": 32}  # of the table of remat, by topology
+BATCHES = {"v5e": 8, "h100": 32}  # for the table of remat, by topology
 MESHES = ({"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2})
 
 
@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
 
 def main(names: list[str]) -> int:
-    """Compiles what these names stand for, everything when there are none, and writes the tables."""
+    """Compiles the named configs and tables, or all without names, and writes the tables."""
     known = [*CONFIGS, "memory", "meshes"]
     if unknown := [name for name in names if name not in known]:
         print(f"error: {unknown[0]!r} is not a config or table: use {', '.join(known)}", file=sys.stderr)
@@ -109,7 +109,7 @@ def microbatch(config: str) -> int:
 
 
 def compile_for(case: Case, file: Path) -> None:
-    """Makes the plan of a row in a process of its own, unless there is one."""
+    """Compiles the plan of a row in a subprocess, unless the plan exists."""
     if file.exists():
         return
     start, new = time.perf_counter(), file.with_suffix(".new")
@@ -123,7 +123,7 @@ def compile_for(case: Case, file: Path) -> None:
 
 
 def digest() -> str:
-    """A hash of whatever a plan depends on."""
+    """A hash of everything that a plan depends on."""
     found = hashlib.sha256(versions().encode())
     for file in sorted([*(ROOT / "attnlab").rglob("*.py"), *(ROOT / "configs").glob("*.py")]):
         found.update(file.read_bytes())
@@ -139,11 +139,11 @@ def versions() -> str:
 
 
 def text(cases: list[Case], plans: dict[Case, dict]) -> str:
-    """The file that the page includes, a section for each table.
+    """The file that the page includes, with a section for each table.
 
     Args:
       cases: all rows.
-      plans: those that are there.
+      plans: the plans compiled so far.
     """
     memory = ("arguments", "temporaries", "peak")
     sizes = [(name, lambda plan, key=f"{name}_gib": size(plan["training"][key])) for name in memory]

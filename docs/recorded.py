@@ -85,10 +85,10 @@ def training(cases: dict[str, dict]) -> list[str]:
             )
     header = ["size", "precision", "attnlab, tokens/s", "nanoGPT, tokens/s", "ratio", "over nanoGPT's float32"]
     title = (
-        "**Training**, tokens a second over the faster nanoGPT of the same precision (bfloat16: under autocast, which "
-        "its loop uses on GPUs alone)."
+        "**Training**: tokens/s of attnlab over those of the faster nanoGPT at the same precision (bfloat16: under "
+        "autocast, which nanoGPT's loop uses only on GPUs)."
     )
-    return [f"{title} {extremes(ratios)}", markdown([*header, "step over floor", "measured"], rows)]
+    return titled(f"{title} {extremes(ratios)}", [*header, "step over floor", "measured"], rows)
 
 
 def loss(cases: dict[str, dict]) -> list[str]:
@@ -109,17 +109,20 @@ def loss(cases: dict[str, dict]) -> list[str]:
 def attention(cases: dict[str, dict]) -> list[str]:
     """Every mask, length, pass and type against torch's SDPA."""
     rows, ratios = [], {}
+    shapes = {label.partition(", B = ")[2] for label in cases}
     for label, case in cases.items():
         seconds, ratio = case["figures"]["seconds"], case["figures"]["ratio"].get("torch SDPA")
         if ratio is not None:
+            label = label.partition(", B = ")[0] if len(shapes) == 1 else label
             ratios[label] = ratio
             times = [f"{1e3 * seconds[name]:.2f}" for name in ("attnlab", "torch SDPA")]
             rows.append([label, *times, f"**{ratio:.2f}**", measured(case)])
+    shape = f", B = {shapes.pop()}" if len(shapes) == 1 else ""
     title = (
-        f"**Attention**, the time of PyTorch's SDPA over attnlab's. {extremes(ratios)} SDPA takes windows and "
-        "documents as a dense mask and skips no pair, which is most of its time there."
+        f"**Attention**: the time of PyTorch's SDPA over attnlab's{shape}. {extremes(ratios)} SDPA takes windows and "
+        "documents as a dense mask and computes every pair, which is where most of its time goes."
     )
-    return [title, markdown(["", "attnlab, ms", "SDPA, ms", "ratio", "measured"], rows)]
+    return titled(title, ["", "attnlab, ms", "SDPA, ms", "ratio", "measured"], rows)
 
 
 def products(cases: dict[str, dict]) -> list[str]:
@@ -132,8 +135,8 @@ def products(cases: dict[str, dict]) -> list[str]:
             ratios[label] = torch / xla
             cells = [f"{figures[f'gflop_{name}']:.1f}", f"{xla:.2f}", f"{torch:.2f}", f"**{torch / xla:.2f}**"]
             rows.append([label, *cells, measured(case)])
-    title = f"**Matrix products of a training step**, the time of PyTorch over the time of XLA. {extremes(ratios)}"
-    return [title, markdown(["", "GFLOP", "XLA, ms", "PyTorch, ms", "ratio", "measured"], rows)]
+    title = f"**Matrix products of a training step**: the time of PyTorch over the time of XLA. {extremes(ratios)}"
+    return titled(title, ["", "GFLOP", "XLA, ms", "PyTorch, ms", "ratio", "measured"], rows)
 
 
 def start(cases: dict[str, dict]) -> list[str]:
@@ -143,14 +146,14 @@ def start(cases: dict[str, dict]) -> list[str]:
         for name, result in (("start", "first step"), ("first_character", "first character")):
             seconds = [f"{case['figures'][f'{name}_{kind}_s']:.1f}" for kind in ("cold", "warm")]
             rows.append([f"{result}, `{label}`", case["figures"]["device"], *seconds, measured(case)])
-    title = "**Start-up**, seconds from the command to its first result, by the device that it ran on."
-    return [title, markdown(["", "device", "empty compilation cache", "filled", "measured"], rows)]
+    title = "**Start-up**: seconds from the command to its first result, by device."
+    return titled(title, ["", "device", "empty compilation cache", "filled", "measured"], rows)
 
 
 def extremes(ratios: dict[str, float]) -> str:
     """The worst and the best ratio in words."""
     if not ratios:
-        return "No peer was there."
+        return "No peer was installed."
     worst, best = min(ratios, key=ratios.get), max(ratios, key=ratios.get)
     return f"Worst: {ratios[worst]:.2f} ({worst}). Best: {ratios[best]:.2f} ({best}). Above 1 attnlab is faster."
 
@@ -162,9 +165,17 @@ def measured(case: dict) -> str:
     return ", ".join([case["date"], *versions, *idle])
 
 
+def titled(title: str, header: list[str], rows: list[list[str]]) -> list[str]:
+    """A title and a table; if the last column, "measured", is the same in all rows, the title has it instead."""
+    if len({row[-1] for row in rows}) == 1:
+        return [f"{title} Measured {rows[0][-1]}.", markdown(header[:-1], [row[:-1] for row in rows])]
+    return [title, markdown(header, rows)]
+
+
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     """A table of cells."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
+    lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 #
 #     launch/local.sh N --config=quickstart --workdir=runs/two
 #
-# N processes, each with a core or more, and with one GPU where there are enough; further options go to `attnlab train`.
-# PYTHON selects another Python. Ctrl-C and SIGTERM stop all of them with the state saved; the same command resumes. Exits
-# with the first failure.
+# N processes, each with at least one core, and with one GPU if there are enough; further options go to `attnlab train`.
+# PYTHON selects another Python. Ctrl-C and SIGTERM stop all processes with the state saved; the same command resumes.
+# The exit code is that of the first failure.
 set -uo pipefail
 
 source "$(dirname "$0")/arguments.sh"

@@ -10,9 +10,9 @@
 #   VERSION          software of the VMs; default tpu-ubuntu2204-base
 #   SOURCE           folder to install from; default this repository
 #   CREATE_OPTIONS   e.g. --spot
-#   MIN_SECONDS      a run that fails sooner after its start would fail again, and is not restarted; default 300
-# --dry-run prints every command and runs none. The slice is kept when the run is over: delete it with the command that
-# is printed last.
+#   MIN_SECONDS      a run that fails within so many seconds is not restarted, as it would fail again; default 300
+# --dry-run prints every command and runs none. The slice still exists when the run is over: delete it with the command
+# that is printed last.
 set -uo pipefail
 
 if [[ ${1:-} == --help || ${1:-} == -h ]]; then
@@ -87,7 +87,7 @@ while true; do
             ;;
         READY)
             if ! set_up; then
-                echo "launch/tpu_vm.sh: the slice cannot be set up; it is kept" >&2
+                echo "launch/tpu_vm.sh: setting up the slice failed; the slice still exists" >&2
                 exit 1
             fi
             SECONDS=0
@@ -96,7 +96,7 @@ while true; do
             fi
             state=$(state)
             if [[ $state == READY ]] && ((SECONDS < ${MIN_SECONDS:-300})); then
-                echo "launch/tpu_vm.sh: the run ended with an error; the slice is kept" >&2
+                echo "launch/tpu_vm.sh: the run ended with an error; the slice still exists" >&2
                 exit 1
             fi
             echo "launch/tpu_vm.sh: the run was interrupted, the slice is $state: resuming from the last checkpoint" >&2

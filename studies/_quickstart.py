@@ -7,7 +7,7 @@ from attnlab.config import RunConfig
 from attnlab.nn import GPT
 from attnlab.study import fitting
 
-CONFIG = RunConfig.of({"precision": "float32"})  # on every machine
+CONFIG = RunConfig.of({"precision": "float32"})  # the same on every machine
 LAYERS, HEADS, CONTEXT = CONFIG.model.num_layers, CONFIG.model.num_heads, CONFIG.model.context
 
 

@@ -87,7 +87,7 @@ def pairs(
 
 
 def train(kind: str, layer: str, seed: int, steps: int, advance: Advance = ignore):
-    """Train a model on a task by `fit`; returns it and its parameters."""
+    """Train a model on a task with `fit`; returns the model and its parameters."""
     model = Seq2Seq(VOCABULARY, WIDTH, LAYERS[layer]())
 
     def batches(step):
@@ -139,7 +139,7 @@ def _hits(model, params, batch):
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if 95 % are aligned for each task, layer and seed, at lengths shown and at lengths left out."""
+    """Held if 95 % are aligned for each task, layer and seed, at trained and at held-out lengths."""
     parts = []
     for kind in KINDS:
         for layer in LAYERS:
@@ -147,7 +147,7 @@ def judge(rows: list[dict]) -> Verdict:
                 chosen = [r for r in rows if (r["task"], r["layer"], r["length shown"]) == (kind, layer, shown)]
                 worst = min(np.mean(v) for v in table(chosen, "seed", "aligned").values())
                 right = min(np.mean(v) for v in table(chosen, "seed", "right").values())
-                where = "lengths shown" if shown else f"lengths left out ({', '.join(map(str, HELD_OUT))})"
+                where = "trained lengths" if shown else f"held-out lengths ({', '.join(map(str, HELD_OUT))})"
                 text = f"{kind}, {layer}, {where}: {100 * worst:.1f} % aligned, {100 * right:.1f} % right (worst seed)"
                 parts.append((worst >= 0.95, text))
     return Verdict.of(*parts)
@@ -156,7 +156,7 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """Share of outputs whose largest weight is on the right symbol, against the length of the source, by task.
 
-    Lengths that were left out of the training are among those shown.
+    Lengths left out of training are among those shown.
     """
     panels = {}
     for kind in KINDS:

@@ -105,7 +105,7 @@ def _convolutional(n, d, k):
 
 def _restricted(n, d, r):
     flops = _tile_flops(r // 16, d) * _tiles(n, r, r // 16)
-    # Of the dense form, as for the other layers; loops over tiles only save memory.
+    # Steps of the dense form, as for the other layers; loops over tiles only save memory.
     steps = count_trips(compiled_for(_windowed(r, "dense"), *qkv(n, d))) if n <= LENGTHS[1] else None
     visible = reach(lambda x: _windowed(r, "dense")(x, x, x), r + 1)
     return _row("restricted attention", n, d, flops, steps, layers_for(n, visible), r)
@@ -280,7 +280,7 @@ def exponents(rows: list[dict], value: str = "flops") -> dict[str, tuple[float, 
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if fitted powers are within 5 % of the printed ones, steps and paths as printed, and time linear."""
+    """Held if fitted powers are within 5 % of the printed ones, steps and paths match them, and time is linear."""
     fitted = exponents(rows)
     parts = []
     for layer, expected in EXPONENTS.items():
@@ -293,17 +293,17 @@ def judge(rows: list[dict]) -> Verdict:
         steps = all(row["sequential steps"] in (None, row["n"] if SEQUENTIAL[layer] == "n" else 1) for row in there)
         printed = [_path(layer, row["n"], row["k or r"]) for row in there]
         path = all(abs(row["path"] - p) <= 1 + 0.05 * p for row, p in zip(there, printed))
-        text = f"{layer}: {SEQUENTIAL[layer]} sequential steps, a path of {PATH[layer]} (within 5 % and a layer)"
+        text = f"{layer}: {SEQUENTIAL[layer]} sequential steps, path length {PATH[layer]} (within 5 % and one layer)"
         parts.append((steps and path, text))
     power = fitted["self-attention with projections"][0]
-    parts.append((power < 1.9, f"with its projections, which the table leaves out, attention grows as n^{power:.2f}"))
+    parts.append((power < 1.9, f"with its projections, which the table leaves out, attention costs n^{power:.2f}"))
     memory = {layer: powers[0] for layer, powers in exponents(rows, "temporaries").items()}
-    text = f"dense attention takes memory as n^{memory['self-attention']:.2f}, by tiles"
+    text = f"memory of dense attention grows as n^{memory['self-attention']:.2f}, by tiles"
     text += f" as n^{memory['self-attention by tiles']:.2f}"
     parts.append((memory["self-attention"] > 1.9 and memory["self-attention by tiles"] < 1.2, text))
     clock = exponents([row for row in rows if row["n"] >= 1024], "milliseconds")
     for layer in ("restricted attention", "linear attention"):
-        parts.append((clock[layer][0] < 1.2, f"{layer}: its time grows as n^{clock[layer][0]:.2f} from n = 1,024"))
+        parts.append((clock[layer][0] < 1.2, f"{layer}: time grows as n^{clock[layer][0]:.2f} from n = 1,024"))
     return Verdict.of(*parts)
 
 
@@ -314,7 +314,7 @@ def _path(layer, n, size):
 def draw(rows: list[dict]) -> Figure:
     """FLOPs, path and time against length, at d = 64, on logarithmic axes.
 
-    On these a power of n is a straight line, and its slope the power: twice as steep is n² in place of n.
+    On these axes a power of n is a straight line with the power as its slope: n² is twice as steep as n.
     """
 
     def over_length(value):
@@ -334,7 +334,7 @@ def draw(rows: list[dict]) -> Figure:
 
     n = "n, length (tokens)"
     path = {layer: points for layer, points in over_length("path").items() if layer in EXPONENTS}
-    finding = "Attention's cost grows with n², that of all others with n; for attention alone the path is 1"
+    finding = "Attention's cost grows with n², all others' with n; only attention has a path length of 1"
     return plots.panels(
         {
             "cost": {"series": over_length("flops"), "x": n, "y": "FLOPs of a layer, d = 64", "log": "xy"},

@@ -1,16 +1,15 @@
-"""Trained to copy and to reverse short sequences, a decoder goes on at twice the length best without positions.
+"""Trained to copy and to reverse short sequences, a decoder without positions generalizes best to twice the length.
 
-Decoders of three layers read a start token, a source of random symbols and a separator, and write the source, or its
+Three-layer decoders read a start token, a source of random symbols and a separator, and write the source, or its
 reverse, and an end token. They are trained on fresh sources of 1 to L symbols, with each kind of positions of
-`attnlab.nn.GPT` and without, and tested on sources of 1 to 2·L. The measure is the exact match, the share of sources
-whose output is right to the end. It is read from one pass over the right output: if the most probable token is right
-at every place, then greedy decoding writes just this output, and if it is wrong at some place, greedy decoding, which
-has written the same tokens up to there, is wrong as well. The control are the lengths of training: what a model has
-not learned there it cannot extend. Learned positions beyond the trained ones keep the vectors they were initialized
-with.
+`attnlab.nn.GPT` and without positions, and tested on sources of 1 to 2·L symbols. The measure is the exact match: the
+share of sources whose whole output is right. One pass over the right output suffices: if the most probable token is
+right everywhere, greedy decoding writes exactly this output; at the first wrong token, greedy decoding has written the
+same tokens so far, and is wrong too. The trained lengths are the control: what a model has not learned there it cannot
+extend. Learned positions beyond the trained ones keep their initial vectors.
 
-After Kazemnejad et al. 2023, "The Impact of Positional Encoding on Length Generalization in Transformers"
-(arXiv 2305.19466), who train larger decoders on lengths up to 20 and test them up to 40.
+After Kazemnejad et al. 2023, "The Impact of Positional Encoding on Length Generalization in Transformers" (arXiv
+2305.19466), who train larger decoders on lengths up to 20 and test them up to 40.
 """
 
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ from attnlab.types import Array
 NONE = "none"
 LAYERS, HEADS, WIDTH = 3, 4, 64
 LEARNING_RATE = 3e-3
-LEARNED = 0.9  # exact match at the trained lengths from which a model counts as trained
+LEARNED = 0.9  # a model with this exact match at the trained lengths counts as trained
 KINDS = ("copy", "reverse")
 END, START, SEPARATOR, SYMBOLS = 0, 1, 2, 3  # symbols are from 3 on
 
@@ -91,8 +90,8 @@ class Size(NamedTuple):
 
     tasks: tuple[str, ...]  # "copy" and "reverse"
     positions: tuple[str, ...]  # kinds of positions of the models, "none" among them
-    seeds: int  # models of each task and kind of positions
-    steps: int  # of training
+    seeds: int  # models for each task and kind of positions
+    steps: int  # training steps
     longest: int  # L, length of the longest trained source
     vocab_size: int
     batch_size: int
@@ -112,7 +111,7 @@ def gpt(positions: str, size: Size) -> GPT:
 
 
 def measure(options: Options) -> list[dict]:
-    """One row per task, kind of positions, seed and length: the share of outputs that are right to the end."""
+    """One row per task, kind of positions, seed and length: the exact match."""
     size = FAST if options.fast else FULL
     advance = options.progress(len(size.tasks) * len(size.positions) * size.seeds * size.steps)
     lengths = range(1, 2 * size.longest + 1)
@@ -150,7 +149,7 @@ def _train(model, task, size, advance):
 
 
 def _right(model, params, test):
-    """Of the models of all seeds, which outputs are right to the end, `[seeds, B]`."""
+    """Which outputs of each seed's model are entirely right, `[seeds, B]`."""
     return np.asarray(jax.jit(jax.vmap(lambda params: exact(model.apply(params, test.tokens), test)))(params))
 
 
@@ -160,19 +159,19 @@ def exact(logits: Float[Array, "B T V"], batch: Copies) -> Bool[Array, " B"]:
 
 
 def beyond(rows: list[dict], task: str, positions: str, trained: bool = False) -> list[float]:
-    """The exact match per seed, mean over the lengths beyond training, or over the lengths of training."""
+    """The exact match by seed, averaged over the lengths beyond training, or over the trained lengths."""
     chosen = [r for r in rows if (r["task"], r["positions"], r["trained"]) == (task, positions, trained)]
     return [float(np.mean(v)) for v in table(chosen, "seed", "exact match").values()]
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if all models know the lengths of training, and those without positions lead beyond, in both tasks."""
+    """Held if, in both tasks, all models master the trained lengths and those without positions lead beyond."""
     parts, kinds = [], list(dict.fromkeys(r["positions"] for r in rows))
     for task in dict.fromkeys(r["task"] for r in rows):
         known = {kind: np.mean(beyond(rows, task, kind, trained=True)) for kind in kinds}
         least = min(known, key=known.get)
         longest = max(r["length"] for r in rows if r["trained"])
-        text = f"{task}, sources of up to {longest} as in training: {known[least]:.2f} exact or more ({least})"
+        text = f"{task}, trained lengths (up to {longest}): exact match {known[least]:.2f} or more (lowest: {least})"
         parts.append((known[least] >= LEARNED, text))
 
         ours = beyond(rows, task, NONE)
@@ -181,7 +180,7 @@ def judge(rows: list[dict]) -> Verdict:
         lead = Interval.of(np.subtract(ours, others[best]))
         text = (
             f"{task}, up to twice as long: {Interval.of(ours):.2f} without positions, {Interval.of(others[best]):.2f} "
-            f"with the best others, {best}; ahead by {lead:.2f}"
+            f"with the best kind, {best}: a lead of {lead:.2f}"
         )
         parts.append((lead.low > 0, text))
     return Verdict.of(*parts)
@@ -190,7 +189,7 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """Exact match against the length of the source, one panel per task; bands are standard deviations over seeds.
 
-    A model that has learned the task is right up to the trained length; where its curve falls, it does not go on.
+    A model that has learned the task is right up to the trained length; beyond it, the curve shows how it generalizes.
     """
     panels = {}
     for task in dict.fromkeys(r["task"] for r in rows):
@@ -205,7 +204,7 @@ def draw(rows: list[dict]) -> Figure:
             "series": series,
             "spread": spread,
             "x": "length of the source (symbols)",
-            "y": "outputs that are right to the end (share)",
+            "y": "exact match (share)",
         }
     title = "Trained on short sources, a decoder without positions copies and reverses longer ones best"
     return plots.panels(panels, judge(rows).title(title))

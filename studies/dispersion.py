@@ -1,14 +1,14 @@
-"""An attention head trained to find the largest of up to 16 items disperses over more, as its bounded logits force.
+"""An attention head trained to find the largest of up to 16 items disperses over more, because its logits are bounded.
 
-A set has n items, each with a value in [0, 1) and one of ten classes; the class of the item of largest value is asked
-(max retrieval, Veličković et al. 2024, section 3). As theirs, the model is one head of attention from a query to the
-items, between an MLP of each item and one that predicts the class. Trained on n ≤ 16, it is tested on n up to 4,096:
-largest weight, how often it is on the right item, and accuracy. Two oracles come from the head's own logits, on a
-grid of all values and classes. Lemma 2.1: no weight exceeds e^(M − m) / n, M and m being the largest and least logits.
-Sharper, for items drawn at random: as n grows, the sum of e^logit tends to n times its mean, so the largest weight
-tends to e^M / (n mean e^logit). Controls: the same parameters with the adaptive temperature of the paper (figure 4:
-logits are multiplied by a polynomial of the entropy of the weights), and with logits times log n / log 16 beyond 16
-items. Ours differs in its size, in a learned query, and in training on sets of 1 to 16 items.
+A set has n items, each with a value in [0, 1) and one of ten classes; the task is to name the class of the largest item
+(max retrieval, Veličković et al. 2024, section 3). Like theirs, the model is one attention head from a query to the
+items, after an MLP on each item and before one that predicts the class. Trained on n ≤ 16, it is tested on n up to
+4,096: largest weight, how often that weight is on the right item, and accuracy. Two oracles come from the head's own
+logits, on a grid of all values and classes. Lemma 2.1: no weight exceeds e^(M − m) / n, where M and m are the largest
+and smallest logits. A sharper one, for items drawn at random: as n grows, the sum of e^logit tends to n times its mean,
+so the largest weight tends to e^M / (n mean e^logit). Controls: the same parameters with the adaptive temperature of
+the paper (figure 4: logits are multiplied by a polynomial of the entropy of the weights), and with logits times log n /
+log 16 beyond 16 items. Our model differs in its size, its learned query, and its training on sets of 1 to 16 items.
 """
 
 import functools
@@ -58,7 +58,7 @@ def largest_of(
 
     Args:
       items: N, the most items of a set.
-      fewest: the fewest, with set sizes uniform between both; None for N.
+      fewest: the fewest items of a set, with sizes uniform between both; None for N.
       classes: number of classes.
     """
     fewest = items if fewest is None else fewest
@@ -89,7 +89,7 @@ class Finder(nn.Module):
 
     @nn.compact
     def __call__(self, values, classes, lengths, sharpness=1.0):
-        """Logits `[B, CLASSES]` of sets `[B, N]` with `lengths` `[B]`; `sharpness` `[B]` multiplies attention's."""
+        """Logits `[B, CLASSES]` of sets `[B, N]` with `lengths` `[B]`; `sharpness` `[B]` scales the scores."""
         items = jnp.concatenate([values[..., None], jax.nn.one_hot(classes, CLASSES)], axis=-1)
         items = nn.Dense(WIDTH, name="items")(items)
         items = items + Mlp(hidden=WIDTH, name="encoder")(items)
@@ -122,7 +122,7 @@ def temperatures(weights, length: int):
 
 
 def evaluate(params, step, seed, *, length: int, sets: int):
-    """Largest weight, share of largest weights on the right item, and accuracy of each kind: three of `[KINDS]`."""
+    """Largest weight, share of largest weights on the right item, and accuracy of each kind: three `[KINDS]`."""
 
     def piece(number):
         batch = largest_of(step + number, batch_size=PIECE, items=length, classes=CLASSES, seed=seed)
@@ -139,7 +139,7 @@ def logit_range(params):
     values = jnp.tile(jnp.linspace(0, 1, GRID), CLASSES)[None]
     classes = jnp.repeat(jnp.arange(CLASSES), GRID)[None]
     lengths = jnp.array([values.size])
-    less = 1 / 16  # logits are the logarithms of weights but for a constant; smaller ones do not underflow
+    less = 1 / 16  # logits are log weights up to a constant; scaled down, no weight underflows
     _, sown = MODEL.apply(params, values, classes, lengths, less, mutable=["intermediates"])
     logits = jnp.log(jax.tree.leaves(sown)[0]) / less
     below = logits.max() - logits
@@ -185,7 +185,7 @@ def _at(rows, kind, items, value) -> list[float]:
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if each seed is sharp and right at 16 items, and neither at 4,096, where its weights are those foreseen."""
+    """Held if each seed is sharp and right at 16 items, and neither at 4,096, where its weights are as predicted."""
     few, many = LENGTHS[0], LENGTHS[-1]
     plain = [r for r in rows if r["kind"] == PLAIN]
     spread = Interval.of(_at(rows, PLAIN, many, "spread"))
@@ -210,17 +210,17 @@ def judge(rows: list[dict]) -> Verdict:
         (
             max(weight[many]) < 0.5 and max(right[PLAIN][many]) < min(right[PLAIN][few]),
             f"{many:,} items: largest weight {Interval.of(weight[many]):.3f}, accuracy "
-            f"{Interval.of(right[PLAIN][many]):.2f}, though the right item has it in {found:.2f}",
+            f"{Interval.of(right[PLAIN][many]):.2f}, though it is on the right item in {found:.2f}",
         ),
         (
             exceeded == 0,
             f"the bound e^(M − m) / n is exceeded in {exceeded} of {len(plain)} rows, but M − m is {spread:.0f}: "
-            f"it binds from e^{spread.mean:.0f} items on",
+            f"it binds only from e^{spread.mean:.0f} items on",
         ),
-        # The limit is reached where many items crowd near the largest logit, which 4,096 do to some per cent.
+        # The limit needs many items near the largest logit; 4,096 items reach it to within some per cent.
         (
             abs(ratio.mean - 1) < 0.2,
-            f"e^M / (n mean e^logit) foresees the largest weight of {many:,}: measured over foreseen is {ratio:.2f}",
+            f"e^M / (n mean e^logit) predicts the largest weight at {many:,}: measured over predicted is {ratio:.2f}",
         ),
         *remedies,
     )
@@ -229,8 +229,7 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """Largest weight and accuracy over the number of items; bands are standard deviations over seeds.
 
-    Left of 16 items is what the head was trained on; the dashed curve is the largest weight that its logits foresee for
-    many items.
+    The head was trained on up to 16 items; the dashed curve is the largest weight that its logits predict for many.
     """
     panels = {}
     for value, y in (("largest weight", "largest weight"), ("accuracy", "accuracy (%)")):

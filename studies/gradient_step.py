@@ -1,15 +1,15 @@
 """Trained on linear regression in context, one layer of linear attention becomes one step of gradient descent.
 
-Ten points (x_i, y_i) of a linear function of ten inputs, then a query (x, 0), whose last entry after one head of linear
-attention, neither normalised nor biased, is the prediction (von Oswald et al. 2023, section 3). The exact oracle is one
-step of gradient descent from w = 0 on Σ(w·x_i − y_i)²/2, which predicts η Σ y_i x_i·x; the study finds the best η for
-held-out tasks by least squares. Measured on other held-out tasks: the gap between the losses, and the cosine between
-the sensitivities of the predictions to the query, d prediction / dx. The controls are one head of softmax attention
-trained alike, both layers untrained, and a step of half the best η.
+The input is ten points (x_i, y_i) of a linear function of ten inputs, then a query (x, 0). The query's last entry after
+one head of linear attention, without normalisation or biases, is the prediction (von Oswald et al. 2023, section 3).
+The exact oracle is one step of gradient descent from w = 0 on Σ(w·x_i − y_i)²/2, which predicts η Σ y_i x_i·x; the
+study finds the best η for held-out tasks by least squares. On other held-out tasks it measures the gap between the
+losses, and the cosine between the sensitivities of the predictions to the query, d prediction / dx. The controls are
+one head of softmax attention trained the same way, both layers untrained, and a step of half the best η.
 
-Ours differs from theirs in that the layer has no skip (which adds 0 to the prediction), the query attends to itself as
-well, the head has 32 features in place of 11 (with 11, and their initial weights, two of eight seeds stay at 1.9 times
-the loss for 2,000 updates), and Adam's learning rate, 10⁻³, decays to 0.
+Differences from theirs: no skip connection (it adds 0 to the prediction), the query also attends to itself, the head
+has 32 features instead of 11 (with 11 and their initial weights, two of eight seeds stay at 1.9 times the loss for
+2,000 updates), and Adam's learning rate, 10⁻³, decays to 0.
 """
 
 import functools
@@ -100,7 +100,7 @@ def half_squares(predicted, targets):
 
 
 def measure(options: Options) -> list[dict]:
-    """One row per seed, predictor and number of updates; of the steps of gradient descent, one per seed."""
+    """One row per seed, predictor and number of updates; the gradient steps have one row per seed."""
     size = FAST if options.fast else FULL
     advance = options.progress(len(LAYERS) * size.seeds * size.steps)
     seeds = range(size.seeds)
@@ -148,7 +148,7 @@ def _compare(layer, params, test):
 
 
 def _gaps(rows, predictor, step=None) -> list[float]:
-    """By seed, how much higher a predictor's loss is than the loss of the best gradient step, in per cent of it."""
+    """By seed, how many per cent a predictor's loss is above the loss of the best gradient step."""
     chosen = [r for r in rows if r["predictor"] == predictor]
     step = max(r["step"] for r in chosen) if step is None else step
     best = {r["seed"]: r["loss"] for r in rows if r["predictor"] == STEP}
@@ -168,7 +168,7 @@ def judge(rows: list[dict]) -> Verdict:
             f"linear attention: loss {Interval.of(gaps[LINEAR]):+.2f} % above one gradient step with the best rate, "
             f"{rate:.4f} (largest gap of a seed: {max(gaps[LINEAR], key=abs):+.2f} %)",
         ),
-        # The same 1 %: predictions that are equal have sensitivities of cosine 1.
+        # The same 1 %: equal predictions have sensitivities with cosine 1.
         (min(cosines[LINEAR]) >= 0.99, f"the cosine of its sensitivities is {Interval.of(cosines[LINEAR]):.4f}"),
         (
             min(gaps[SOFTMAX]) > 1,
@@ -187,7 +187,7 @@ def draw(rows: list[dict]) -> Figure:
     """Losses and cosines through training; bands are standard deviations over seeds.
 
     Left, a layer makes the gradient step if its curve meets the dashed line. Right, at 1 its prediction depends on the
-    query as that of the step does.
+    query exactly as the step's does.
     """
     panels = {}
     for value, title, y in (

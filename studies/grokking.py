@@ -1,13 +1,13 @@
 """With weight decay, modular addition is memorised first and grokked later, in few Fourier frequencies.
 
-One layer without norms, as that of Nanda et al. (2023), learns (a + b) mod 59 from 40 % of all pairs, all of them in
-every update: four heads from "=" to a, b and itself, then an MLP of 256 units, 64 features wide; AdamW with weight
-decay 1. Their learning rate is 10⁻³ (and p 113, width 128, 30 % of the pairs); to be quick, ours is 10⁻². Through
-training, the study measures accuracy on both parts of the pairs, and of the power of the embedding of numbers, by
-frequency, the share of the five strongest of 29. The controls are the same table before training, which is random, and
-the same run without weight decay. Both are repeated with Grokfast (Lee et al. 2024), which adds to each gradient twice
-the moving average of the gradients so far (decay 0.98), and reported apart. Seeds differ widely: all are shown, with
-the first step measured at which 90 % of the held-out pairs are right.
+One layer without norms, as in Nanda et al. (2023), learns (a + b) mod 59 from 40 % of all pairs, all of them in every
+update: four heads from "=" to a, b and itself, then an MLP of 256 units, 64 features wide; AdamW with weight decay 1.
+Theirs has p = 113, width 128, 30 % of the pairs and a learning rate of 10⁻³; ours is 10⁻², to be quick. During
+training, the study measures accuracy on training and held-out pairs, and the share of the number embedding's power in
+its five strongest of 29 frequencies. The controls are the embedding before training, which is random, and the same run
+without weight decay. Both runs are repeated with Grokfast (Lee et al. 2024), which adds to each gradient twice the
+moving average of the gradients so far (decay 0.98), and reported separately. Seeds differ widely: all are shown, with
+the first measured step at which 90 % of the held-out pairs are right.
 """
 
 from typing import NamedTuple
@@ -98,7 +98,7 @@ def grokfast(decay: float, gain: float) -> optax.GradientTransformation:
 
 
 def strongest_share(table):
-    """The share of the five strongest frequencies, but 0, in the power of a table `[P, F]` along its first axis."""
+    """The share of the five strongest nonzero frequencies in the power of a table `[P, F]` along its first axis."""
     power = (jnp.abs(jnp.fft.rfft(table, axis=0)[1:]) ** 2).sum(1)
     return jax.lax.top_k(power, STRONGEST)[0].sum() / power.sum()
 
@@ -141,14 +141,14 @@ def _look(params, train, held_out):
 
 
 def first_steps(rows: list[dict], kind: str, value: str, least: float) -> list[int | None]:
-    """By seed, the first step measured at which a value is at least so high; None for never."""
+    """By seed, the first measured step at which a value is at least `least`; None for never."""
     reached = table([r for r in rows if r["kind"] == kind], "seed", value)
     steps = table([r for r in rows if r["kind"] == kind], "seed", "step")
     return [next((n for n, v in zip(steps[s], values) if v >= least), None) for s, values in reached.items()]
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if all seeds memorise, then grok, into frequencies stronger than the frequencies of the controls."""
+    """Held if all seeds memorise, then grok, with five frequencies that are stronger than the controls'."""
     last = max(r["step"] for r in rows)
 
     def at(kind, step, value):
@@ -179,8 +179,8 @@ def judge(rows: list[dict]) -> Verdict:
         ),
         (
             all(n is None for n in grokked[NO_DECAY]),
-            f"without it, 90 % are reached by {when[NO_DECAY]} (accuracy at {last:,}: {ends[NO_DECAY]:.2f}); "
-            f"with Grokfast, by {when[DECAY_FAST]} with decay and {when[NO_DECAY_FAST]} without (accuracy "
+            f"without it, 90 % are reached at step: {when[NO_DECAY]} (accuracy at {last:,}: {ends[NO_DECAY]:.2f}); "
+            f"with Grokfast, {when[DECAY_FAST]} with decay and {when[NO_DECAY_FAST]} without (accuracy "
             f"{ends[DECAY_FAST]:.2f} and {ends[NO_DECAY_FAST]:.2f}; five frequencies have "
             f"{Interval.of(shares[NO_DECAY_FAST]):.2f} of the power without)",
         ),
@@ -206,7 +206,7 @@ def draw(rows: list[dict]) -> Figure:
         panels[title] = {"series": series, "x": "step (updates)", "y": y, "markers": False}
     figure = plots.panels(panels, judge(rows).title("Weight decay makes modular addition grok"), columns=3)
     for axes, (value, _, scale) in zip(figure.axes, drawn.values()):
-        if value != "train accuracy":  # whose panel alone has room for the legend
+        if value != "train accuracy":  # only that panel has room for the legend
             axes.get_legend().remove()
         for kind, color in zip(KINDS, plots.COLORS):
             chosen = [r for r in rows if r["kind"] == kind]

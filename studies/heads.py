@@ -1,8 +1,8 @@
 """At equal parameters several heads beat one, and beyond some number more do not help.
 
-Small character models like sancho-mini. The number of heads does not change the number of parameters (d_k = width /
-heads), and neither does doubling the width with a quarter of the layers. Vaswani et al. 2017 (table 3, rows A) found
-one head 0.9 BLEU worse than the best setting, and 32 heads worse than 8.
+The models are small character models like sancho-mini. The number of heads does not change the number of parameters
+(d_k = width / heads), and neither does doubling the width with a quarter of the layers. Vaswani et al. 2017 (table 3,
+rows A) found one head 0.9 BLEU worse than the best setting, and 32 heads worse than 8.
 """
 
 import itertools
@@ -83,7 +83,7 @@ def judge(rows: list[dict]) -> Verdict:
 
 
 def _lost(losses, best) -> tuple[float, float]:
-    """Mean paired difference over seeds, and two standard errors of it (0 for a single seed)."""
+    """Mean paired difference over seeds, and its two standard errors (0 for a single seed)."""
     difference = np.subtract(losses, best)
     seeds = len(difference)
     return float(difference.mean()), float(2 * difference.std(ddof=1) / seeds**0.5) if seeds > 1 else 0.0
@@ -97,7 +97,7 @@ def chance_text(chance: float) -> str:
 def draw(rows: list[dict]) -> Figure:
     """Loss against the number of heads, one curve per width, at equal parameters; bands: deviations over seeds.
 
-    By the claim each curve is lowest in between: higher at one head, and higher at the most.
+    If the claim holds, each curve is lowest in between: higher at one head and at the largest number.
     """
     series, spread = {}, {}
     for width, by_heads in _losses(rows).items():

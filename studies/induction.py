@@ -1,18 +1,18 @@
 """Two layers of attention learn to continue a repeated text, suddenly and by induction heads; one layer cannot.
 
-Sequences of random tokens repeat with a period of their own, so that from the second period on each token can be
-predicted by finding its predecessor in the first period and copying what came after it. Models of attention alone, of
-one layer and of two, of about equal numbers of parameters, are trained on fresh sequences. At many steps the study
-measures loss and accuracy within the first period and from the second on, and the induction score: of the weight of
-each head's queries, the share on keys that follow an earlier occurrence of the query's token, in the head that has
-most. With one period for all, a head that attends to a fixed distance would do as well. Controls: the model before
-training; one layer; the same sequences with the tokens after the first period shuffled, which leaves them as frequent
-but nothing to continue. At last the induction heads, those that `attnlab.see.scores` finds above the untrained model,
-get the mean of their outputs instead of them, and so do as many of the other heads, all choices in turn.
+Each sequence of random tokens repeats with its own period, so that from the second period on each token can be
+predicted by finding its predecessor in the first period and copying what came after it. (With one period for all, a
+head that attends to a fixed distance would do as well.) Attention-only models of one and of two layers, with about
+equally many parameters, are trained on fresh sequences. At many steps the study measures loss and accuracy within the
+first period and from the second on, and the induction score: the share of a head's weight on keys that follow an
+earlier occurrence of the query's token, for the head with the highest share. Controls: the model before training; one
+layer; the same sequences with the tokens after the first period shuffled, which keeps their frequencies but leaves
+nothing to continue. Finally the outputs of the induction heads, those that `attnlab.see.scores` finds above the
+untrained model, are replaced by their mean; for comparison, so are those of every choice of as many other heads.
 
-Olsson et al. 2022, "In-context Learning and Induction Heads" (transformer-circuits.pub), find that the heads form where
-the loss falls, and ablate them. Theirs are models of text, whose loss shows a bump; ours are trained on nothing but
-repeats, so that the loss itself falls.
+Olsson et al. 2022, "In-context Learning and Induction Heads" (transformer-circuits.pub), find that these heads form
+where the loss falls, and ablate them. Their models are trained on text, and their loss shows a bump; ours are trained
+only on repeats, so that the loss itself falls.
 """
 
 import functools
@@ -47,8 +47,8 @@ class Size(NamedTuple):
     """How much is measured."""
 
     seeds: int  # models of each depth
-    steps: int  # of training
-    looks: int  # measurements during training, besides the measurement of the untrained model
+    steps: int  # training steps
+    looks: int  # measurements during training, besides that of the untrained model
     batch_size: int
     examples: int  # held-out sequences
 
@@ -58,7 +58,7 @@ FULL = Size(seeds=6, steps=1000, looks=40, batch_size=32, examples=128)
 
 
 def gpt(depth: str) -> GPT:
-    """The model of a depth, attention alone."""
+    """The attention-only model of this depth."""
     layers = 2 if depth == TWO else 1
     sizes = {"num_layers": layers, "num_heads": HEADS, "width": WIDTHS[depth], "context": LENGTH, "mlp_ratio": 0.0}
     return GPT.of(vocab_size=VOCABULARY, **sizes, use_bias=True, attention={"qk_norm": False})
@@ -68,7 +68,7 @@ class Text(NamedTuple):
     """Held-out sequences, each repeated with its period."""
 
     tokens: Int[np.ndarray, "B T"]
-    shuffled: Int[np.ndarray, "B T"]  # the tokens from the second period on in random order
+    shuffled: Int[np.ndarray, "B T"]  # with the tokens from the second period on in random order
     repeated: Bool[np.ndarray, "B T-1"]  # whether the next token is in the second period or a later one
 
 
@@ -111,7 +111,7 @@ def _of(seed, params):
 
 
 def _train(model, size, advance):
-    # With a decaying rate, or no decay of weights, the loss falls much later.
+    # With a decaying rate, or without weight decay, the loss falls much later.
     rate = optax.linear_schedule(0, LEARNING_RATE, min(50, size.steps))
     looks = sorted({round(size.steps * n / size.looks) for n in range(size.looks + 1)})
     return fit_seeds(
@@ -127,7 +127,7 @@ def _train(model, size, advance):
 
 
 def _look(model, text, params):
-    """Losses, accuracies and the highest induction score, on the text and on the shuffled one."""
+    """Losses, accuracies and the highest induction score, on the text as it is and shuffled."""
     run = see.capture(model, params, text.tokens[:, :-1])
     intact = _predictions(run.out, text.tokens[:, 1:], text.repeated)
     score = induction_scores(run.stack("pattern"), targets("induction", text.tokens[:, :-1])).max()
@@ -136,7 +136,7 @@ def _look(model, text, params):
 
 
 def induction_scores(patterns: Float[Array, "L B H T T"], wanted: Bool[np.ndarray, "B T T"]) -> Float[Array, "L H"]:
-    """The weight `[L, H]` on wanted keys, mean over the queries that have any; as `attnlab.see.scores` has it."""
+    """The weight `[L, H]` on wanted keys, averaged over the queries that have any, as in `attnlab.see.scores`."""
     on = jnp.where(wanted[:, None], patterns, 0).sum(-1)
     queries = jnp.asarray(wanted.any(-1))
     return jnp.where(queries[:, None], on, 0).sum((1, 3)) / queries.sum()
@@ -158,7 +158,7 @@ def _ablations(model, params, untrained, text):
     tokens = text.tokens[:, :-1]
     pattern = jax.jit(lambda params: see.capture(model, params, tokens).stack("pattern"))
     scored = see.scores(pattern(params), tokens, ("induction",), untrained=pattern(untrained))
-    # Above the untrained model are also heads by a hundredth: those count whose targets get most of the weight.
+    # Some heads are only a hundredth above the untrained model: count those with most of their weight on targets.
     found = [at for at in scored.heads("induction") if scored.values["induction"][at] > 0.5]
     heads = list(itertools.product(range(model.config.num_layers), range(model.config.num_heads)))
     others = list(itertools.combinations([at for at in heads if at not in found], len(found)))
@@ -198,9 +198,9 @@ class Rise(NamedTuple):
 
     began: int  # accuracy from the second period on first reached a quarter of its last value
     ended: int  # three quarters
-    loss: int  # the loss from the second period on had made half of its way
-    score: int  # the highest induction score had made half of its way
-    interval: int  # steps between two looks
+    loss: int  # the loss from the second period on was half-way down
+    score: int  # the highest induction score was half-way up
+    interval: int  # steps between two measurements
 
 
 def rises(rows: list[dict]) -> list[Rise]:
@@ -223,7 +223,7 @@ def rises(rows: list[dict]) -> list[Rise]:
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if two layers learn it suddenly, with induction heads, which carry it, and one layer does not."""
+    """Held if two layers learn it suddenly and depend on induction heads, and one layer does not learn it."""
     two, one = (Interval.of(final(rows, depth, INTACT, "accuracy repeated")) for depth in (TWO, ONE))
     start = Interval.of(
         [r["accuracy repeated"] for r in rows if r["model"] == TWO and r["step"] == 0 and r["what"] == INTACT]
@@ -238,15 +238,15 @@ def judge(rows: list[dict]) -> Verdict:
     heads = final(rows, TWO, WITHOUT, "heads")
     return Verdict.of(
         (two.mean >= 0.9, f"two layers continue {two:.2f} of the repeated tokens (untrained {start:.2f})"),
-        (one.mean <= 0.3, f"one layer of as many parameters {one:.2f}"),
+        (one.mean <= 0.3, f"one layer with as many parameters continues {one:.2f}"),
         (
             np.mean(shuffled) >= np.mean(within),
-            f"shuffled, the repeats help nothing: {np.mean(shuffled):.1f} nats a token, "
+            f"shuffled repeats do not help: {np.mean(shuffled):.1f} nats a token, "
             f"{np.mean(within):.1f} within the first period",
         ),
         (
             max(length) <= 0.1 * total,
-            f"from a quarter to three quarters of the accuracy within {_numbers(length)} of {total} steps",
+            f"accuracy rises from a quarter to three quarters within {_numbers(length)} of {total} steps",
         ),
         (
             all(gap <= rise.interval for gap, rise in zip(distances, learned)),
@@ -259,21 +259,21 @@ def judge(rows: list[dict]) -> Verdict:
         ),
         (
             (costs[WITHOUT] > costs[CONTROL]).all(),
-            f"without as many other heads by {Interval.of(costs[CONTROL]):.2f}, in each seed by less",
+            f"without as many other heads it falls by {Interval.of(costs[CONTROL]):.2f}, by less in each seed",
         ),
     )
 
 
 def _numbers(values) -> str:
-    """Different whole numbers in words."""
+    """The distinct values as whole numbers, in order."""
     return ", ".join(f"{value:.0f}" for value in sorted(set(values)))
 
 
 def draw(rows: list[dict]) -> Figure:
     """Loss, accuracy and induction score through training, and accuracy without heads; bands: deviations over seeds.
 
-    The first three are of the held-out text: the score is the highest of all heads. In the last panel each
-    seed has a point for its intact model, one without its induction heads, and one without as many others.
+    The first three panels show held-out text; the score is that of the highest head. In the last panel each seed has
+    one point for its intact model, one without its induction heads, and one without as many others.
     """
 
     def curve(depth, what, value):
@@ -296,7 +296,7 @@ def draw(rows: list[dict]) -> Figure:
         for name, what in ((TWO, INTACT), (CONTROL, CONTROL), (WITHOUT, WITHOUT))
     }
     shuffled = {"two layers, shuffled": (TWO, SHUFFLED, "loss repeated")}
-    title = "Two layers suddenly learn to continue repeats, as induction heads form, which carry it; one layer does not"
+    title = "Two layers suddenly learn to continue repeats as induction heads form; one layer does not"
     figure = plots.panels(
         {
             "loss from the second period on": panel("loss repeated", "loss (nats per token)", **shuffled),

@@ -1,17 +1,17 @@
-"""Trained on Markov chains, two layers predict uniformly, then by unigrams, then fall to the Bayes-optimal bigrams.
+"""Trained on Markov chains, two layers predict uniformly, then by unigrams, then by Bayes-optimal bigrams.
 
-Edelman et al. 2024 ("The Evolution of Statistical Induction Heads"): each sequence is of a chain of its own, of three
-states, whose transitions are drawn from the flat Dirichlet distribution, so that they have to be learned from the
-sequence itself. (With two states the predictors hardly differ.) Models of one head a layer are compared with three
-predictors that the study computes exactly: the uniform one; the Bayes predictor of independent tokens, (count + 1) /
-(length + 3); and that of chains, (count of the pair + 1) / (count of the token + 3), which no model can beat. The
-distance is the KL divergence of the model from a predictor, mean over positions and held-out sequences; that from the
-last is the loss above the optimum. Controls: one layer, which cannot count pairs; and doubly stochastic chains, whose
-states are equally frequent, so that unigrams tell nothing and the plateau should vanish, where the paper reports faster
-learning (there, the predictor of pairs counts as above, which is not quite optimal). The models differ from the paper's
-(attention alone, width 16): a feed-forward layer follows each attention layer, which learns the logarithm of a count;
-positions are rotary, not learned distances; first states are uniform, not stationary. It is the ninth model that we
-tried, all on the first two seeds: attention alone, of width 16 or 32, stopped at 0.05 to 0.12 nats above the optimum.
+Edelman et al. 2024 ("The Evolution of Statistical Induction Heads"): each sequence comes from its own Markov chain of
+three states, with transitions drawn from the flat Dirichlet distribution, so that they have to be learned from the
+sequence itself. (With two states the predictors hardly differ.) Models with one head per layer are compared with three
+predictors that the study computes exactly: the uniform one; the Bayes predictor for independent tokens, (count + 1) /
+(length + 3); and that for chains, (count of the pair + 1) / (count of the token + 3), which no model can beat. The
+distance is the KL divergence of the model from a predictor, averaged over positions and held-out sequences; from the
+last it is the loss above the optimum. Controls: one layer, which cannot count pairs; and doubly stochastic chains,
+whose states are equally frequent, so that unigrams predict nothing and the plateau should vanish. For these the paper
+reports faster learning, and the pair predictor is not quite optimal. Differences from the paper's models (attention
+alone, width 16): a feed-forward layer follows each attention layer and learns the logarithm of a count; positions are
+rotary, not learned distances; first states are uniform, not stationary. This is the ninth model that we tried, all on
+the first two seeds: attention alone, of width 16 or 32, stopped at 0.05 to 0.12 nats above the optimum.
 """
 
 import functools
@@ -36,7 +36,7 @@ from attnlab.study.report import Advance, Options, Verdict
 from attnlab.types import Array
 
 STATES, WIDTH, LENGTH, BATCH, HELD_OUT = 3, 32, 100, 32, 256
-ROTARY_BASE = 30.0  # the slowest pair turns by half a turn over the sequence: all of them tell near from far
+ROTARY_BASE = 30.0  # the slowest pair turns by half a turn over the sequence: all pairs tell near from far
 TWO, ONE, DOUBLY = "two layers", "one layer", "two layers, doubly stochastic"
 CONDITIONS = (TWO, ONE, DOUBLY)
 PREDICTORS = ("uniform", "unigram", "bigram")
@@ -200,7 +200,7 @@ def share_near_unigrams(rows: list[dict], condition: str) -> np.ndarray:
 def judge(rows: list[dict]) -> Verdict:
     """Held if all seeds of two layers go through the three phases to bigrams, and neither control does."""
     nearest = [each.tolist() for each in closest(rows, TWO)]
-    # In order of their first looks: where two curves cross, noise may turn back for a look.
+    # By first occurrence: where two curves cross, noise may reverse their order for one look.
     phases = sum(list(dict.fromkeys(each)) == [0, 1, 2] and set(each[-(len(each) // 4) :]) == {2} for each in nearest)
     turns = sum(any(b < a for a, b in itertools.pairwise(each)) for each in nearest)
     _, distance = curves(rows, TWO, "bigram")
@@ -214,14 +214,14 @@ def judge(rows: list[dict]) -> Verdict:
         (
             phases == len(nearest),
             f"in {phases} of {len(nearest)} seeds the closest predictor is first the uniform one, then unigrams, then "
-            f"bigrams; in {turns} with a look back where the curves cross",
+            f"bigrams; in {turns} it turns back for a while where the curves cross",
         ),
         (
             bool((plateau < of_unigrams[:, 0] / 2).all()),
             f"on the plateau the model is {Interval.of(plateau):.3f} nats from unigrams, which are "
             f"{of_unigrams[0, 0]:.3f} from bigrams",
         ),
-        (final.mean <= 0.02, f"at last it is {final:.3f} nats from bigrams (worst seed {worst:.3f})"),
+        (final.mean <= 0.02, f"in the end it is {final:.3f} nats from bigrams (worst seed {worst:.3f})"),
         (
             bool((one[:, -1] > of_unigrams[0, 0] / 2).all()),
             f"one layer stays {Interval.of(one[:, -1]):.3f} nats from bigrams",
@@ -236,14 +236,14 @@ def judge(rows: list[dict]) -> Verdict:
 
 
 def _words(times: np.ndarray) -> str:
-    low, high = (f"{each:.0f}" if np.isfinite(each) else "more than all" for each in (times.min(), times.max()))
+    low, high = (f"{each:.0f}" if np.isfinite(each) else "beyond the end" for each in (times.min(), times.max()))
     return low if low == high else f"{low} to {high}"
 
 
 def draw(rows: list[dict]) -> Figure:
     """Divergence from each predictor by training step, one panel per condition; bands: deviations over seeds.
 
-    A model predicts most like the predictor whose curve is lowest. The curve of bigrams, in the first two panels, is
+    A model predicts most like the predictor with the lowest curve. In the first two panels, the curve of bigrams is
     the loss above the optimum.
     """
 

@@ -1,4 +1,4 @@
-"""A long vector hijacks raw attention, and through trained projections as well; QK-norm alone stops it.
+"""A long vector hijacks attention with raw vectors and with trained projections; only QK-norm stops it.
 
 Document 004 offers trained Q, K, V as the remedy. But linear maps preserve scale: a vector c times as long has a
 projection c times as long, so its score grows with c unless the matrices map its direction to zero. Here each of twelve
@@ -99,11 +99,11 @@ def judge(rows: list[dict]) -> Verdict:
     raw, trained, normed = (at[kind] for kind in KINDS)
     return Verdict.of(
         # More than a third of the weight on one of many vectors counts as a hijack; a change below 2 % does not.
-        (raw["hijacked"][top] > 0.35, f"raw: one {top} times as long takes {raw['hijacked'][top]:.0%} of the weight"),
+        (raw["hijacked"][top] > 0.35, f"raw: {top} times as long, it takes {raw['hijacked'][top]:.0%} of the weight"),
         (
             trained["hijacked"][top] > 0.35,
             f"trained projections: it takes {trained['hijacked'][top]:.0%}; they find the partner in "
-            f"{trained['found'][4]:.0%} of cases at the c of training, 4 (raw: {raw['found'][4]:.0%})",
+            f"{trained['found'][4]:.0%} of cases at c = 4, as in training (raw: {raw['found'][4]:.0%})",
         ),
         (
             abs(normed["hijacked"][top] - normed["hijacked"][1]) < 0.02,
@@ -116,7 +116,7 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """Weight on the long vector, and partners found, against its length: means over seeds.
 
-    Left, a rising curve is attention that the long vector hijacks. Trained were lengths up to 4.
+    Left, a rising curve means that the long vector hijacks attention. Training used lengths up to 4.
     """
 
     def panel(value, y):

@@ -1,11 +1,11 @@
-"""A delta rule forgets a value when its key is written again; linear attention adds to it, and recalls the less.
+"""A delta rule replaces the value of a key that is written again; linear attention adds to it, and recalls less.
 
-Associative recall: a sequence shows four pairs of a key and a value, then writes some of the keys again with another
-value, and asks for the last value of each. Linear attention adds every value that was written to a key, whichever came
-last; the delta rule first erases what its state holds at the key. A model is an embedding, a convolution that mixes
-each token with the one before it, so that the place of a value knows its key, and a layer of the mixer under test with
-one head. The measure is the share of values recalled against the number of pairs that are written again. The control is
-the same sequence without any: there both recall.
+Associative recall: a sequence shows four key–value pairs, then writes some of the keys again with other values, and
+asks for the last value of each key. Linear attention adds up all values written to a key; the delta rule first erases
+what its state holds for the key. A model is an embedding, a convolution that mixes each token with the previous one, so
+that a value's position also knows its key, and a layer of the mixer under test with one head. The measure is the share
+of values recalled against the number of pairs that are written again. The control is the same sequence without
+rewrites, where both mixers recall.
 
 After Schlag, Irie and Schmidhuber 2021, "Linear Transformers Are Secretly Fast Weight Programmers" (arXiv 2102.11174),
 where keys are drawn with replacement.
@@ -42,8 +42,8 @@ ENOUGH, LOSS = 0.9, 0.2
 class Size(NamedTuple):
     """How much is measured."""
 
-    seeds: int  # models of each mixer and number of rewrites
-    steps: int  # of training
+    seeds: int  # models for each mixer and number of rewrites
+    steps: int  # training steps
     rewrites: tuple[int, ...]
     examples: int  # held-out sequences
 
@@ -58,7 +58,7 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B P V"]:
-        """Of tokens `[B, 3·P + 2·R]` the logits of the last P."""
+        """Logits of the last P of tokens `[B, 3·P + 2·R]`."""
         x = nn.Embed(VOCABULARY, WIDTH, embedding_init=nn.initializers.normal(0.02), name="embed")(tokens)
         x = Block(CausalConv(kernel_size=2), name="pairing")(x)
         x = Block(MIXERS[self.mixer](), name="mixing")(x)
@@ -97,7 +97,7 @@ def _train(model, draw, size, advance):
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if both recall what is written once, and linear attention alone loses what is written again."""
+    """Held if both recall what is written once, and only linear attention loses what is written again."""
     none, most = min(r["rewrites"] for r in rows), max(r["rewrites"] for r in rows)
 
     def at(mixer, rewrites):
@@ -106,7 +106,7 @@ def judge(rows: list[dict]) -> Verdict:
     once, again = (min(at(mixer, none).mean for mixer in MIXERS), at(LINEAR, most))
     return Verdict.of(
         (once >= ENOUGH, f"with {none} pairs written again each mixer recalls {once:.2f} or more"),
-        (at(DELTA, most).mean >= ENOUGH, f"the {DELTA} recalls {at(DELTA, most):.2f} with {most}"),
+        (at(DELTA, most).mean >= ENOUGH, f"with {most} the {DELTA} recalls {at(DELTA, most):.2f}"),
         (
             again.mean <= at(LINEAR, none).mean - LOSS and again.high < at(DELTA, most).low,
             f"{LINEAR} recalls {at(LINEAR, none):.2f} with {none}, and {again:.2f} with {most}",

@@ -1,4 +1,4 @@
-"""Sinusoidal positions shift by a rotation, but neither fade monotonically nor extrapolate; order needs some position.
+"""Sinusoidal positions shift by a rotation, but neither fade monotonically nor extrapolate; models need some positions.
 
 Four measurements. The largest error of PE(p + k) = R_k PE(p), with R_k a rotation. The similarity PE(p)·PE(p + k) over
 k, which document 002 says decreases smoothly. The loss of small character models, trained on windows of 64 and scored
@@ -166,7 +166,7 @@ def judge(rows: list[dict]) -> Verdict:
         ),
         (
             change("causal", "alibi") < 0.05,
-            f"alibi does: {change('causal', 'alibi'):+.2f} (rotary: {change('causal', 'rotary'):+.2f}; "
+            f"ALiBi does: {change('causal', 'alibi'):+.2f} (rotary: {change('causal', 'rotary'):+.2f}; "
             "learned positions have no vector there)",
         ),
         (
@@ -193,8 +193,8 @@ def _losses(rows):
 def draw(rows: list[dict]) -> Figure:
     """Similarity against distance, and loss against length with and without the causal mask, means over seeds.
 
-    Left, a smooth fall would let the similarity tell the distance. In the others the leftmost points are at the length
-    of training: a curve that rises from there is of positions that do not extrapolate.
+    Left, only a smooth fall would let the similarity tell the distance. In the other panels the leftmost points are at
+    the trained length: positions with a curve that rises from there do not extrapolate.
     """
     loss = _losses(rows)
     similarity = [row["similarity"] for row in rows if row["what"] == "similarity"]

@@ -1,17 +1,16 @@
-"""Most heads of a trained model can be removed in the right order, as well as if it had been trained with fewer.
+"""Most heads of a trained model can be removed in the right order, at no more cost than training it with fewer.
 
 Voita et al. 2019 ("Analyzing Multi-Head Self-Attention") remove 38 of 48 encoder heads of a translation model for 0.15
-BLEU, by gates that are trained, and Michel et al. 2019 ("Are Sixteen Heads Really Better than One?") remove most by
-their importance, without further training. Here the quickstart's GPT, of 16 heads, is trained on a text, and its heads
-are removed one by one without further training: always the one whose removal raises the loss least given those removed
-before, since heads take over for others, so that the effects of single heads do not add up. The order is found on the
-first half of the held-out text, and the loss measured on the second. A removed head gives its mean output in place of
-its own.
+BLEU, with trained gates, and Michel et al. 2019 ("Are Sixteen Heads Really Better than One?") remove most by their
+importance, without further training. Here the quickstart's GPT, with 16 heads, is trained on a text, and its heads are
+removed one by one without further training: always the one whose removal raises the loss least, given those already
+removed, because heads take over for others and the effects of single heads do not add up. The order is found on the
+first half of the held-out text, and the loss measured on the second. A removed head outputs its mean.
 
-Heads that can go are counted until the loss has risen by a tenth of what all heads are worth, which is the rise when
-all are gone. Most have to go if more than half do, and more than in random order. The last control is a model of
-the same size that had only half of the heads while it was trained. Other curves are for comparison: zeros in place of
-mean outputs, and the order of the effects of single heads.
+The study counts how many heads can go until the loss has risen by a tenth of what all heads are worth, the rise when
+all are gone. The claim needs more than half of the heads, and more than in random order. The last control is a model of
+the same size that was trained with only half of the heads. Two more curves are for comparison: zeros in place of mean
+outputs, and the order of single effects.
 """
 
 import functools
@@ -35,8 +34,8 @@ READS_TEXT = True
 COUNT, HALF = LAYERS * HEADS, LAYERS * HEADS // 2
 GREEDY, SINGLE, RANDOM, ZERO, FEWER = "best first", "by single effects", "random order", "best first, zeros", "fewer"
 TENTH = 0.1  # of what all heads are worth
-ORDERS = 3  # random orders, whose losses are averaged
-UPDATES = 100  # a pruned model counts as so many updates in the progress
+ORDERS = 3  # random orders to average over
+UPDATES = 100  # pruning a model counts as this many updates in the progress
 
 
 class Size(NamedTuple):
@@ -79,7 +78,7 @@ def measure(options: Options) -> list[dict]:
 
 
 def train(model, source: fitting.StudyText, keep: np.ndarray, size: Size, advance: Advance):
-    """Parameters with an axis for the seeds, of models that have the heads in `keep` `[L, H]`."""
+    """Parameters, with an axis for the seeds, of models with only the heads in `keep` `[L, H]`."""
     fitted = fitting.fit_seeds(
         lambda params, tokens: loss(model, params, tokens, jnp.asarray(keep), nothing(model)),
         fitting.next_token(model)["init"],
@@ -94,7 +93,7 @@ def train(model, source: fitting.StudyText, keep: np.ndarray, size: Size, advanc
 
 
 def loss(model, params, tokens, keep, replacements):
-    """Mean loss of `tokens` `[B, T + 1]`; heads not in `keep` `[L, H]` give their `replacements` `[L, H, D]`."""
+    """Mean loss of `tokens` `[B, T + 1]`; heads not in `keep` `[L, H]` output `replacements` `[L, H, D]`."""
     edits = {
         f"block_{layer}/attention/z": see.Put(replacements[layer], where=~keep[layer][:, None])
         for layer in range(LAYERS)
@@ -152,29 +151,29 @@ def _prune(model, params, chosen_on, measured_on, seed: int) -> dict[str, np.nda
 
 
 def removable(rows: list[dict], order: str) -> list[float]:
-    """How many heads can go in each seed until the loss has risen by a tenth of what all heads are worth."""
+    """By seed, how many heads can go until the loss has risen by a tenth of what all heads are worth."""
     counts = []
     for seed in sorted({row["seed"] for row in rows}):
         there = {row["kept"]: row["loss"] for row in rows if (row["seed"], row["order"]) == (seed, order)}
         losses = np.array([there[kept] for kept in sorted(there, reverse=True)])
         too_much = losses - losses[0] > TENTH * (losses[-1] - losses[0])
-        counts.append(float(np.argmax(too_much)) - 1)  # with none left it is too much
+        counts.append(float(np.argmax(too_much)) - 1)  # with no heads left it always is
     return counts
 
 
 def losses_of(rows: list[dict], order: str, kept: int) -> list[float]:
-    """The loss with so many heads kept, by seed."""
+    """The loss with `kept` heads, by seed."""
     chosen = [row for row in rows if (row["order"], row["kept"]) == (order, kept)]
     return [row["loss"] for row in sorted(chosen, key=lambda row: row["seed"])]
 
 
 def rises(rows: list[dict], order: str, kept: int) -> list[float]:
-    """The loss with so many heads kept, above that with all heads, by seed."""
+    """By seed, how much higher the loss is with `kept` heads than with all."""
     return [a - b for a, b in zip(losses_of(rows, order, kept), losses_of(rows, GREEDY, COUNT))]
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if in every seed most heads can go, more than in random order, and half of them as if never trained."""
+    """Held if in each seed most heads can go, more than in random order, and half as cheaply as by training without."""
     free, at_random = removable(rows, GREEDY), removable(rows, RANDOM)
     counts = {order: Interval.of(removable(rows, order)) for order in (GREEDY, SINGLE, RANDOM, ZERO)}
     more = Interval.of([a - b for a, b in zip(free, at_random)])
@@ -187,7 +186,7 @@ def judge(rows: list[dict]) -> Verdict:
         ),
         (
             all(a > b for a, b in zip(free, at_random)),
-            f"that is {more:.1f} more than in random order ({counts[RANDOM].mean:.1f}); by the effects of single heads "
+            f"that is {more:.1f} more than in random order ({counts[RANDOM].mean:.1f}); in the order of single effects "
             f"{counts[SINGLE].mean:.1f} can go, with zeros in place of mean outputs {counts[ZERO].mean:.1f}",
         ),
         (
@@ -200,8 +199,8 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """Loss against the heads that are kept, in each order of removal; bands are standard deviations over seeds.
 
-    From right to left heads are removed: the longer a curve stays low, the more of them can go. The single point is the
-    model that was trained with half of them.
+    Heads are removed from right to left: the longer a curve stays low, the more can go. The single point is the
+    model that was trained with half of the heads.
     """
     series, spread = {}, {}
     for order in (GREEDY, SINGLE, RANDOM, ZERO):
@@ -211,7 +210,7 @@ def draw(rows: list[dict]) -> Figure:
     series["trained with half of them"] = ([HALF], [np.mean(losses_of(rows, FEWER, HALF))])
     return plots.lines(
         series,
-        judge(rows).title("In the right order most heads can go, as well as if the model had never had them"),
+        judge(rows).title("In the right order most heads can go, at no more cost than training without them"),
         x=f"heads kept (of {COUNT})",
         y="held-out loss (nats per character)",
         spread=spread,

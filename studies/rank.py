@@ -1,16 +1,16 @@
 """Random attention alone loses rank doubly exponentially; skips stop this, a causal mask slows it, MLPs do neither.
 
-Twelve layers of one head, without norms or biases, with random weights that keep the size of a vector (LeCun's), and
+Twelve layers of one head, without norms or biases, get random weights that keep the size of a vector (LeCun's), and
 random tokens. By layer, the study measures the relative distance to a matrix 1xᵀ whose rows are equal, in the composite
-norm √(‖·‖₁ ‖·‖∞) of Dong, Cordonnier and Loukas (2021, "Attention is not all you need"), unmasked as theirs. Here x is
-the mean token, and the distance at most twice that of the nearest 1xᵀ: ‖I − 11ᵀ/T‖ < 2 in both norms. Doubly
+norm √(‖·‖₁ ‖·‖∞) of Dong, Cordonnier and Loukas (2021, "Attention is not all you need"), unmasked like theirs. Here x
+is the mean token, and the distance at most twice that of the nearest 1xᵀ: ‖I − 11ᵀ/T‖ < 2 in both norms. Doubly
 exponential means that the logarithm of the distance triples with each layer. The exact oracle is the bound of the
 theorem by layer, ‖res(SA(X))‖ ≤ 4 γ ‖W_QK‖₁ ‖W_VO‖₁,∞ / √d ‖res(X)‖³, derived in `log_bound`. It holds where the logits
-of each query, but for what all queries share, differ by at most 1.256; γ depends on the attention. The controls are the
-same layers with skips, with MLPs (ReLU, no skips) and with both; the causal mask, outside the theorem, is apart.
+of each query, apart from what all queries share, differ by at most 1.256; γ depends on the attention. The controls are
+the same layers with skips, with MLPs (ReLU, no skips) and with both; the causal mask, outside the theorem, is separate.
 
-Floats would end at 10⁻³⁰⁸, or at 10⁻¹⁶ for a difference of tokens: tokens are kept as a centre, deviations from it, and
-the logarithm of the deviations' size, so that all twelve layers are exact to rounding.
+Floats end at 10⁻³⁰⁸, or at 10⁻¹⁶ for a difference of tokens, so tokens are kept as a centre, deviations from it, and
+the logarithm of the deviations' size: all twelve layers are exact to rounding.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from attnlab.study.report import Options, Verdict
 LAYERS, LENGTH, WIDTH = 12, 32, 64
 KINDS = ("attention alone", "with MLPs", "with skips", "with skips and MLPs", "causal")
 ALONE, MLPS, SKIPS, BOTH, CAUSAL = KINDS
-SPREAD = 1.256  # where eˣ ≤ 1 + 2x ends, which the theorem's proof uses
+SPREAD = 1.256  # largest x with eˣ ≤ 1 + 2x, which the theorem's proof uses
 SHOWN = -40  # the lowest power of ten in the figure
 
 
@@ -92,7 +92,7 @@ def draw_weights(seed: int) -> tuple[np.ndarray, list[Weights]]:
 def attend(tokens: Tokens, weights: Weights) -> tuple[np.ndarray, np.ndarray]:
     """The sum of unmasked attention before W_VO: its centre `[F]`, and its deviations over the cube of their size.
 
-    With X = 1xᵀ + sR, the logits of query i are, but for a constant, a + s²E_i with a = s R W_QKᵀ x and E = R W_QK Rᵀ.
+    With X = 1xᵀ + sR, the logits of query i are, up to a constant, a + s²E_i with a = s R W_QKᵀ x and E = R W_QK Rᵀ.
     With q = softmax(a), the weights are 1qᵀ + s²D, and the outputs 1(x + sRᵀq)ᵀ + s³DR: the cube of the theorem.
     """
     s, R = np.exp(tokens.log_size), tokens.deviations
@@ -132,7 +132,7 @@ def feed(tokens: Tokens, weights: Weights) -> tuple[np.ndarray, np.ndarray]:
     u, change = tokens.centre @ weights.up, tokens.deviations @ weights.up
     with np.errstate(divide="ignore", over="ignore"):  # infinite: no unit changes sign
         least = u / np.exp(tokens.log_size)
-    change = np.where(u > 0, np.maximum(change, -least), np.maximum(change + least, 0))  # of relu, from that at u
+    change = np.where(u > 0, np.maximum(change, -least), np.maximum(change + least, 0))  # of relu, relative to relu(u)
     return np.maximum(u, 0) @ weights.down, change @ weights.down
 
 
@@ -157,9 +157,9 @@ def apply(kind: str, tokens: Tokens, weights: Weights) -> Tokens:
 def log_bound(tokens: Tokens, weights: Weights) -> tuple[float, float]:
     """The logarithm of the proof's bound on ‖res‖ after a layer of attention alone, and the spread it assumes ≤ 1.256.
 
-    With δ_i the largest difference in row i of s²E, weights p_ij are within 2δ_i q_j of q_j, as eˣ ≤ 1 + 2x for x up to
-    1.256. So of P − 1qᵀ the row sums are at most 2 max δ and the column sums 2 max q Σδ, whose product is (2 γ max δ)²
-    with γ² = max q Σδ / max δ. Last, max δ ≤ 2 ‖W_QK‖₁ ‖res(X)‖² / √d.
+    Let δ_i be the largest difference in row i of s²E. Weights p_ij are within 2δ_i q_j of q_j, because eˣ ≤ 1 + 2x up
+    to x = 1.256. So the row sums of P − 1qᵀ are at most 2 max δ and its column sums 2 max q Σδ; their product is
+    (2 γ max δ)² with γ² = max q Σδ / max δ. Finally, max δ ≤ 2 ‖W_QK‖₁ ‖res(X)‖² / √d.
     """
     q, E = _shared(tokens, weights)
     spread = E.max(-1) - E.min(-1)
@@ -205,7 +205,7 @@ def slopes(logs: np.ndarray) -> np.ndarray:
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if the slope is 3 for attention alone, as in the bound, which is kept, and skips stop the decay."""
+    """Held if attention alone has the bound's slope, 3, and stays within the bound, and skips stop the decay."""
     logs = {kind: _logs(rows, kind, "log distance") for kind in KINDS}
     last = {kind: Interval.of(slopes(logs[kind])[:, -3:].mean(1)) for kind in (ALONE, MLPS)}
     first = Interval.of(logs[ALONE][:, 1] - logs[ALONE][:, 0])
@@ -228,17 +228,17 @@ def judge(rows: list[dict]) -> Verdict:
         (
             len(within) > 0 and exceeded == 0,
             f"the bound, where its assumption holds, is exceeded in {exceeded} of {len(within)} layers (median: "
-            f"10^{slack:.1f} times the distance); it does not hold in {len(bounded) - len(within)} others "
+            f"10^{slack:.1f} times the distance); the assumption fails in {len(bounded) - len(within)} others "
             f"(layers: {', '.join(map(str, early)) or 'none'})",
         ),
-        # A layer that keeps half of the distance would lose a factor of 4,096 over twelve: a tenth is no such decay.
-        (kept[SKIPS].low > -1, f"with skips, {LAYERS} layers multiply it by 10^{kept[SKIPS]:.2f}"),
+        # Keeping half of the distance at each of twelve layers would lose a factor of 4,096: a tenth is no such decay.
+        (kept[SKIPS].low > -1, f"with skips, {LAYERS} layers multiply the distance by 10^{kept[SKIPS]:.2f}"),
         (kept[BOTH].low > -1, f"with skips and MLPs, by 10^{kept[BOTH]:.2f}"),
         (abs(last[MLPS].mean - 3) < 0.1, f"with MLPs and no skips the slope is {last[MLPS]:.3f} as well"),
         # A slope of 1 is a constant factor per layer: exponential decay, no faster.
         (
             abs(slope.mean - 1) < 0.5 and causal.high < 1,
-            f"causal attention decays exponentially only: slope {slope:.2f}, a factor of {causal:.2f} per layer",
+            f"causal attention decays only exponentially: slope {slope:.2f}, a factor of {causal:.2f} per layer",
         ),
     )
 
@@ -247,8 +247,8 @@ def draw(rows: list[dict]) -> Figure:
     """Distance of the tokens from one another by layer, and the slope of its logarithm from layer to layer.
 
     Left, a straight fall is exponential decay, one that bends down doubly exponential; curves end where they leave the
-    panel, and bands are standard deviations over seeds. Right, medians over seeds, and bands as wide as the middle half
-    of them.
+    panel, and bands are standard deviations over seeds. Right, medians over seeds, with bands as wide as their middle
+    half.
     """
     distance, slope = {}, {}
     spread = {"distance": {}, "slope": {}}
@@ -258,7 +258,7 @@ def draw(rows: list[dict]) -> Figure:
         distance[kind] = (list(range(shown)), list(logs.mean(0)[:shown]))
         spread["distance"][kind] = logs.std(0)[:shown]
         if kind in (ALONE, MLPS, CAUSAL):  # with skips there is no decay to take a slope of
-            each = slopes(logs)[:, 1:]  # the fall of the first layer is near 0, and what is over it of any size
+            each = slopes(logs)[:, 1:]  # the first layer's fall is near 0, so that a ratio over it has any size
             slope[kind] = (list(range(2, each.shape[1] + 2)), list(np.median(each, axis=0)))
             low, high = np.percentile(each, [25, 75], axis=0)
             spread["slope"][kind] = (high - low) / 2

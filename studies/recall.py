@@ -1,20 +1,20 @@
 """With softmax attention a fixed width recalls any number of pairs; with linear attention the width has to grow.
 
-Multi-query associative recall: a sequence shows n pairs of a key and a value, and then asks for the values of keys. A
-model is an embedding, a layer that mixes each token with the one before it, so that the place of a value knows its key
-as well (a convolution, the same in all models), and a layer of the mixer under test: one head of softmax attention, one
-of linear attention, a GRU, or a gated convolution over all positions. Each is trained on fresh sequences of all numbers
-of pairs, as a small fixed set would be memorised. The measure is the share of values recalled, for each number of pairs
-and width, and from it the smallest width at which a mixer recalls 0.9 on average over the seeds. The softmax model is
-the control: the same data, layers and steps.
+Multi-query associative recall: a sequence shows n key–value pairs, then asks for the values of keys. A model is an
+embedding, a convolution that mixes each token with the previous one, so that a value's position also knows its key (the
+same in all models), and a layer of the mixer under test: one head of softmax attention, one of linear attention, a GRU,
+or a gated convolution over all positions. Each is trained on fresh sequences with all numbers of pairs, because a small
+fixed set would be memorised. The measure is the share of values recalled, for each number of pairs and width, and from
+it the smallest width at which a mixer recalls 0.9 on average over the seeds. The softmax model is the control: the same
+data, layers and steps.
 
 After Arora et al. 2023, "Zoology: Measuring and Improving Recall in Efficient Language Models" (arXiv 2312.04927),
-figure 2, and its code. Theirs have two layers of attention with learned positions, or four of another mixer, a
-vocabulary of 8,192, one number of pairs for each model, and the best of four learning rates. Ours have a vocabulary of
-256, all numbers of pairs, and the convolution in place of the first layer, which saves most of the steps and needs no
-positions; the learning rate is 0.01 for all, not tuned for each. Linear attention, with the feature map elu + 1, is not
-among the mixers of their figure. All is measured after as many steps for all: that a GRU or a convolution recalls
-nothing then does not say that it never would.
+figure 2, and its code. Their models have two layers of attention with learned positions, or four of another mixer, a
+vocabulary of 8,192, one number of pairs each, and the best of four learning rates. Ours have a vocabulary of 256, all
+numbers of pairs, and the convolution in place of the first layer, which saves most of the steps and needs no positions;
+the learning rate is 0.01 for all, not tuned for each. Linear attention, with the feature map elu + 1, is not among the
+mixers of their figure. All models are measured after the same number of steps: a GRU or a convolution that recalls
+nothing by then might do so later.
 """
 
 import functools
@@ -68,10 +68,10 @@ LEARNING_RATE = 1e-2
 class Size(NamedTuple):
     """How much is measured."""
 
-    seeds: int  # models of each mixer and width
-    steps: int  # of training
+    seeds: int  # models for each mixer and width
+    steps: int  # training steps
     widths: tuple[int, ...]
-    widths_of_others: tuple[int, ...]  # of models with a GRU or a convolution
+    widths_of_others: tuple[int, ...]  # for the GRU and the convolution
     batch_size: int
     examples: int  # held-out sequences
 
@@ -88,7 +88,7 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B P V"]:
-        """Of tokens `[B, 3·P]` the logits of the last P, `[B, P, V]`."""
+        """Logits `[B, P, V]` of the last P of tokens `[B, 3·P]`."""
         x = nn.Embed(VOCABULARY, self.width, embedding_init=nn.initializers.normal(0.02), name="embed")(tokens)
         x = Block(CausalConv(kernel_size=2), name="pairing")(x)
         x = Block(MIXERS[self.mixer](), name="mixing")(x)
@@ -128,7 +128,7 @@ def _train(model, size, advance):
         return model.init(key, jnp.zeros((1, 3 * max(PAIRS)), jnp.int32))
 
     optimizer, looks = adamw(size.steps, LEARNING_RATE), [size.steps]
-    # By vmap, the products of a GRU's or a convolution's steps are slow on CPUs: one seed a device then.
+    # Under vmap the products of a GRU's or a convolution's steps are slow on CPUs: train one seed per device.
     at_once = size.seeds if model.mixer in (SOFTMAX, LINEAR) else len(jax.local_devices())
     fitted = []
     for first in range(0, size.seeds, at_once):
@@ -138,7 +138,7 @@ def _train(model, size, advance):
 
 
 def _right(model, params, test):
-    """Of the models of all seeds, which values are recalled, `[seeds, B, P]`."""
+    """Which values each seed's model recalls, `[seeds, B, P]`."""
     predicted = jax.jit(jax.vmap(lambda params: model.apply(params, test.tokens).argmax(-1)))(params)
     return np.asarray(predicted == test.targets)
 
@@ -154,7 +154,7 @@ def needed(rows: list[dict], mixer: str) -> dict[int, int | float]:
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if softmax attention needs the same width for all pairs, and linear attention ever larger widths."""
+    """Held if softmax attention needs the same width for all pairs, and linear attention ever more."""
     widths = {mixer: needed(rows, mixer) for mixer in MIXERS}
     soft, linear = (list(widths[mixer].values()) for mixer in (SOFTMAX, LINEAR))
     most = max(PAIRS)
@@ -167,7 +167,7 @@ def judge(rows: list[dict]) -> Verdict:
     parts = [
         (
             len(set(soft)) == 1 and math.isfinite(soft[0]),
-            f"{SOFTMAX} recalls {ENOUGH} {_in_words(rows, widths, SOFTMAX)}",
+            f"{SOFTMAX} reaches a recall of {ENOUGH} {_in_words(rows, widths, SOFTMAX)}",
         ),
         (
             linear == sorted(linear) and linear[0] < linear[-1],
@@ -211,8 +211,8 @@ def _in_words(rows, widths, mixer):
 def draw(rows: list[dict]) -> Figure:
     """The share of values recalled against the width, one panel per number of pairs; bands: deviations over seeds.
 
-    A mixer needs the width at which its curve passes 0.9. Bands are wide where one seed has not learned within the
-    steps, as the others have.
+    A mixer needs the width at which its curve passes 0.9. Bands are wide where some seeds have learned within the
+    steps and others have not.
     """
     panels = {}
     for pairs in PAIRS:

@@ -1,6 +1,6 @@
-"""Some head links verbs with subjects, some adjectives with nouns, and some finds where a quotation began.
+"""Some head links verbs to subjects, another adjectives to nouns, and another finds where a quotation began.
 
-Document 000 claims this of a character GPT. Here several are trained, of the quickstart's size. Pairs are found in
+Document 000 claims this of a character GPT. Here several of the quickstart's size are trained. Pairs are found in
 held-out text with regular expressions (Spanish or English, depending on the text): the characters of a pair's later
 part are the queries, those of the earlier part the keys. A head's score is its weight on these keys, relative to the
 weight at as many control places drawn from the text, with the same distances and the same character classes at the
@@ -53,7 +53,7 @@ LEAST = 30  # pairs per role
 
 
 class Size(NamedTuple):
-    """How much is measured: seeds, updates, and at most so many pairs per role and windows of held-out text."""
+    """How much is measured: seeds, updates, and the most pairs per role and windows of held-out text."""
 
     seeds: int
     steps: int
@@ -181,7 +181,7 @@ def _read(model, params, windows, keys, shares):
 
 
 def _look(model, untrained, trained, tokens, count: int):
-    """Held-out losses `[seeds]`, and of each seed the scores of its heads on evenly spaced windows of the text."""
+    """Held-out losses `[seeds]`, and for each seed the scores of its heads on evenly spaced windows of the text."""
     windows = quickstart.evenly_spaced(tokens, CONTEXT + 1, count)
     inputs, targets = windows[:, :-1], windows[:, 1:]
 
@@ -199,13 +199,13 @@ def _look(model, untrained, trained, tokens, count: int):
 
 
 def _kind(scores: see.Scores, layer: int, head: int) -> str:
-    """Where most of the weight of a head lies, if its score is above those of untrained heads; else nothing."""
+    """Where a head has most of its weight, if its score is above those of untrained heads; otherwise ""."""
     kinds = [kind for kind in KINDS if (layer, head) in scores.heads(kind) and scores.values[kind][layer, head] > 0.5]
     return max(kinds, key=lambda kind: scores.values[kind][layer, head], default="")
 
 
 def best(rows: list[dict], role: str) -> list[dict]:
-    """Of each seed, the row of the head that has this role most: of those with a p-value below 1 %, if any."""
+    """For each seed, the row of the head that has this role most, among those with a p-value below 1 % if any."""
     seeds = sorted({row["seed"] for row in rows})
     there = ([row for row in rows if (row["role"], row["seed"]) == (role, seed)] for seed in seeds)
     return [max(each, key=_rank) for each in there if each]
@@ -216,7 +216,7 @@ def _rank(row: dict) -> tuple[bool, float]:
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if the best head of each role passes both thresholds in the worst seed, and does nothing else most."""
+    """Held if the best head of each role passes both thresholds in the worst seed, and has no other main target."""
     parts, others = [], []
     for role in PATTERNS["en"]:  # the roles are the same in every language
         by_seed = best(rows, role)
@@ -245,8 +245,8 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """Lift of the heads for each role, ranked in each seed, and their weight on the previous character.
 
-    A head has a role if its weight is at least twice the control's, left. Right, the same heads in the same order: a
-    high weight says that the head is one for the previous character. Bands are standard deviations over seeds.
+    Left, a head has a role if its weight is at least twice the control's. Right, the same heads in the same order: one
+    with a high weight attends to the previous character. Bands are standard deviations over seeds.
     """
 
     def ranked(role, value):
@@ -266,5 +266,5 @@ def draw(rows: list[dict]) -> Figure:
             "weight on the role's keys": panel("lift", "weight (times the control's)"),
             "what else the same heads do": panel("previous", "weight on the previous character"),
         },
-        judge(rows).title("Each role has a head, and it is not one for the previous character"),
+        judge(rows).title("Each role has a head that does not just attend to the previous character"),
     )

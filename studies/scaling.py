@@ -1,4 +1,4 @@
-"""Dividing q·k by √d_k, and by nothing else, keeps the softmax's gradient where it was at any width.
+"""Dividing q·k by √d_k, and by nothing else, keeps the softmax's gradient the same at any width.
 
 Queries and keys are drawn with components of variance 1, so q·k has variance d_k. For n = 50 keys the Frobenius norm
 of the softmax's Jacobian, ∂p_i/∂s_j = p_i (δ_ij − p_j), is measured over widths from 1 to 10⁴, with unscaled scores,
@@ -55,7 +55,7 @@ def measure(options: Options) -> list[dict]:
 
 
 def _scores(draw, simulations, width):
-    """Products q·k `[simulations, KEYS]`; products of one query are not independent."""
+    """Products q·k `[simulations, KEYS]`; products with one query are not independent."""
     q = draw.standard_normal((simulations, width), np.float32)
     k = draw.standard_normal((simulations, KEYS, width), np.float32)
     return np.einsum("sd,skd->sk", q, k)
@@ -91,7 +91,7 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """Norm of the softmax's gradient, and variance of the scores, against the width, on logarithmic axes.
 
-    A flat curve is a scale under which the width does not matter.
+    A flat curve means that the width does not matter.
     """
 
     def series(value):

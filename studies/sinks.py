@@ -1,15 +1,15 @@
 """Attention sinks are dormant heads: with nothing to add, a head attends to a first token without a value.
 
-Bigram-Backcopy (Guo et al. 2024, "Active-Dormant Attention Heads"): after a trigger comes the token before
-it once more, after any other token the next of a Markov chain. One layer of one head and an MLP solve it if the head
-copies at triggers and adds nothing elsewhere; but a softmax has to attend to something. The study measures the weight
-on the first token and what the head is worth, at triggers and elsewhere, and the length of the first token's value over
-that of the others. Controls: uniform causal attention, which is exact; the untrained model; a learned logit in the
-softmax that has no value (`MultiHeadAttention(sinks=True)`); a sigmoid in place of the softmax (Gu et al. 2024, "When
-Attention Sink Emerges"); and SGD in place of Adam. Losses are above those of the exact oracle, the chain's entropy.
-Ours is smaller (width 64, 64 tokens), and its chain is drawn from a Dirichlet distribution rather than counted in
-Shakespeare. Positions are learned vectors, and initial weights have a deviation of 0.02. With rotary positions and
-larger initial weights, tried first on two seeds, we found no sink.
+Bigram-Backcopy (Guo et al. 2024, "Active-Dormant Attention Heads"): a trigger is followed by the token before it once
+more, any other token by the next token of a Markov chain. One layer of one head and an MLP solves it if the head copies
+at triggers and adds nothing elsewhere; but a softmax has to attend to something. The study measures the weight on the
+first token and what the head is worth, at triggers and elsewhere, and the length of the first token's value relative to
+the others'. Controls: uniform causal attention, which is exact; the untrained model; a learned softmax logit without a
+value (`MultiHeadAttention(sinks=True)`); a sigmoid in place of the softmax (Gu et al. 2024, "When Attention Sink
+Emerges"); and SGD in place of Adam. Losses are given above the exact oracle, the chain's entropy. Our model is smaller
+(width 64, 64 tokens), and its chain is drawn from a Dirichlet distribution rather than counted in Shakespeare.
+Positions are learned vectors, and initial weights have a standard deviation of 0.02. With rotary positions and larger
+initial weights, tried first on two seeds, we found no sink.
 """
 
 import functools
@@ -65,7 +65,7 @@ def backcopy(
     """Draw sequences `[B, T]` of the Bigram-Backcopy task (Guo et al. 2024, section 2).
 
     Sequences begin with token 0, which occurs nowhere else. After a trigger, one of the tokens 1 … triggers, the token
-    before it is repeated; after any other token follows the next of a Markov chain, `backcopy_chain`.
+    before it is repeated; any other token is followed by the next token of a Markov chain, `backcopy_chain`.
 
     Args:
       vocab_size: tokens are 0 … vocab_size − 1.
@@ -161,7 +161,7 @@ def _measure(condition: str, size: Size, advance: Advance):
 
 
 def _sgd(steps: int) -> optax.GradientTransformation:
-    """SGD with momentum 0.9, as in the authors' script, and ten times their rate, as there are fewer updates."""
+    """SGD with momentum 0.9, as in the authors' script, and ten times their rate, for fewer updates."""
     return optax.sgd(optax.cosine_decay_schedule(0.3, steps), momentum=0.9)
 
 
@@ -170,7 +170,7 @@ def _look(model, params, seed) -> dict:
     tokens = backcopy(TEST, batch_size=HELD_OUT, length=LENGTH + 1, seed=seed)
     inputs, place = tokens[:, :-1], jnp.arange(LENGTH)
     at_triggers = (inputs >= 1) & (inputs <= TRIGGERS)
-    elsewhere = ~at_triggers & (place > 0)  # the first query has but one key
+    elsewhere = ~at_triggers & (place > 0)  # the first query has only one key
     kept = lambda module, _: module.name == "value"  # noqa: E731
     _, sown = model.apply(params, inputs, capture_intermediates=kept, mutable=["intermediates"])
     sown = sown["intermediates"]["attention"]
@@ -182,7 +182,7 @@ def _look(model, params, seed) -> dict:
     without["params"]["attention"]["out"]["kernel"] *= 0.0
     chain = backcopy_chain(seed)
     oracle = jnp.where(at_triggers, 0.0, jax.scipy.special.entr(chain).sum(-1)[inputs])
-    # Cross-entropy by the exact probabilities of the next token, rather than by the one drawn.
+    # Cross-entropy against the exact probabilities of the next token, rather than against the one drawn.
     exact = jnp.where(at_triggers[..., None], jax.nn.one_hot(tokens[:, 1:], VOCABULARY), chain[inputs])
 
     def excess(params):
@@ -214,7 +214,7 @@ def _at_end(rows, condition, name, step=None) -> list[float]:
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if in every seed the trained head is dormant but at triggers, and softmax alone needs a sink for that."""
+    """Held if in every seed the trained head is dormant except at triggers, and only softmax needs a sink for that."""
 
     def of(name, condition=SOFTMAX, step=None):
         values = _at_end(rows, condition, name, step)
@@ -230,7 +230,7 @@ def judge(rows: list[dict]) -> Verdict:
     sink, sigmoid, sgd = (of("first, elsewhere", condition) for condition in (SINK, SIGMOID, SGD))
     learned = {name: of("excess, triggers", name)[1].mean for name in CONDITIONS}
     return Verdict.of(
-        # A sink has most of the weight, wherever there is a threshold: more than a half.
+        # All thresholds: a sink has most of the weight, more than half.
         (
             low > 0.5,
             f"away from triggers the first token has {elsewhere:.2f} of the weight (untrained {untrained:.2f}, uniform "
@@ -238,7 +238,7 @@ def judge(rows: list[dict]) -> Verdict:
         ),
         (
             least > 0.5 and high < 0.5,
-            f"at triggers {triggers:.2f}, and the previous token {previous:.2f}: the head is active",
+            f"at triggers it has {triggers:.2f}, the previous token {previous:.2f}: the head is active",
         ),
         (
             needed > 10 * most,
@@ -257,7 +257,7 @@ def judge(rows: list[dict]) -> Verdict:
         (
             sigmoid[2] < 0.5,
             f"with a sigmoid its weight is {sigmoid[1]:.2f}, {of('first of all, elsewhere', SIGMOID)[1].mean:.2f} of "
-            f"all ({learned[SIGMOID]:.2f} nats)",
+            f"all weight ({learned[SIGMOID]:.2f} nats)",
         ),
         (sgd[2] < low, f"with SGD in place of Adam it is {sgd[1]:.2f} ({learned[SGD]:.2f} nats)"),
     )
@@ -266,8 +266,8 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """Weight on the first token by training step, and the length of its value; bands: deviations over seeds.
 
-    A sink forms where the weight away from triggers leaves that of uniform attention. Right, below 1 the value of the
-    first token is shorter than that of the others, so that attending to it adds little.
+    A sink forms where the weight away from triggers departs from that of uniform attention. Right, below 1 the first
+    token's value is shorter than the others', so that attending to it adds little.
     """
 
     def panel(names: dict, y: str):

@@ -1,16 +1,16 @@
-"""A delta rule can keep a parity beyond the trained lengths if its update may have negative eigenvalues, and only then.
+"""A delta rule can track parity beyond the trained lengths if, and only if, its update may have negative eigenvalues.
 
-A sequence is bits, and after each of them the model says whether the number of ones so far is odd: a state of one bit,
-flipped by each one. The state of the delta rule is multiplied by I − βkkᵀ, with eigenvalue 1 − β at k: with β ≤ 1 that
-can shrink a state, but never flip it; with β ≤ 2 it can. A model is an embedding, one block of the mixer under test and
-a feed-forward layer, and is trained on sequences of 3 to 20 bits, an answer at each. The measure is the share of right
-answers in the second half of sequences of 20, 40 and 80 bits. As in the paper the best seed counts, for the controls as
-well, as some models learn the trained lengths by heart; how many seeds track it is told. The controls are the same
-model with β ≤ 1, and softmax attention, whose weights are positive and of sum 1: the same data, steps and sizes; half
-is chance.
+After each bit of a sequence the model says whether the number of ones so far is odd: a one-bit state, flipped by each
+one. The delta rule multiplies its state by I − βkkᵀ, with eigenvalue 1 − β at k: with β ≤ 1 that can shrink a state,
+but never flip it; with β ≤ 2 it can. A model is an embedding, one block of the mixer under test and a feed-forward
+layer, trained on sequences of 3 to 20 bits with an answer at each. The measure is the share of right answers in the
+second half of sequences of 20, 40 and 80 bits. As in the paper the best seed counts, also for the controls, because
+some models learn the trained lengths by heart; the verdict says how many seeds track parity. The controls, with the
+same data, steps and sizes, are the same model with β ≤ 1, and softmax attention, whose weights are positive and sum to
+1. Chance is one half.
 
 After Grazzi et al. 2025, "Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues" (arXiv 2411.12537),
-table 3. Theirs have two layers, 3 to 40 bits and an answer at the last bit alone, which takes many times the steps.
+table 3. Theirs have two layers, 3 to 40 bits and an answer only at the last bit, which takes many times the steps.
 """
 
 import functools
@@ -48,8 +48,8 @@ MIXERS = {
 class Size(NamedTuple):
     """How much is measured."""
 
-    seeds: int  # models of each mixer
-    steps: int  # of training
+    seeds: int  # models for each mixer
+    steps: int  # training steps
     batch_size: int
     examples: int  # held-out sequences of each length
 
@@ -64,7 +64,7 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, bits: Int[Array, "B T"]) -> Float[Array, "B T 2"]:
-        """Of bits `[B, T]`, in which −1 is padding."""
+        """Logits for bits `[B, T]`, where −1 is padding."""
         x = nn.Embed(2, WIDTH, name="embed")(jnp.maximum(bits, 0))
         x = Block(MIXERS[self.mixer](), Mlp(), name="block")(x)
         return nn.Dense(2, name="output")(nn.LayerNorm(name="norm")(x))
@@ -108,7 +108,7 @@ def _train(model, size, advance):
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if a model with β ≤ 2 answers sequences 4 times as long, and none of the others that are trained alike."""
+    """Held if a model with β ≤ 2 answers sequences four times as long, and no control does."""
     most = max(TIMES)
 
     def at(mixer, times):
@@ -118,7 +118,7 @@ def judge(rows: list[dict]) -> Verdict:
         known, far = Interval.of(at(mixer, 1)), at(mixer, most)
         tracked = sum(share >= SOLVED for share in far)
         return (
-            f"{mixer} answers {known:.2f} at the trained length; at {most} times the best seed {max(far):.2f}, "
+            f"{mixer} answers {known:.2f} at the trained length; at {most} times that, the best seed {max(far):.2f}, "
             f"and {tracked} of {len(far)} seeds {SOLVED} or more"
         )
 
@@ -131,7 +131,7 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """The share of right answers in the second half of a sequence against its length; bands: deviations over seeds.
 
-    Chance is 0.5. The vertical distance at the trained length is what is learnt, and at longer ones what is a rule.
+    Chance is 0.5. The height at the trained length shows what is learnt, at longer ones what is learnt as a rule.
     """
     of = {mixer: table([r for r in rows if r["mixer"] == mixer], "times", "right") for mixer in MIXERS}
     panel = {
@@ -144,5 +144,5 @@ def draw(rows: list[dict]) -> Figure:
         "y": "right answers (share)",
         "log": "x",
     }
-    title = "With β ≤ 2 the delta rule can keep a parity beyond the trained lengths, with β ≤ 1 it cannot"
+    title = "With β ≤ 2 the delta rule can track parity beyond the trained lengths, with β ≤ 1 it cannot"
     return plots.panels({f"trained on {SHORTEST} to {LONGEST} bits": panel}, judge(rows).title(title), columns=1)

@@ -80,7 +80,7 @@ def _ratios(rows, layer):
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if all four get a gradient at once, and that of Q and K is below a twentieth at first and grows tenfold."""
+    """Held if all four get a gradient at once, and that of Q and K starts below a twentieth and grows tenfold."""
     parts = []
     last = max(row["step"] for row in rows)
     for layer in range(LAYERS):
@@ -95,12 +95,12 @@ def judge(rows: list[dict]) -> Verdict:
             (least > 0, f"layer {layer}: at the first step each of Q, K, V, W gets a gradient"),
             (
                 first < 0.05,
-                f"layer {layer}: that of Q and K is {first:.3f} of that of V and W, over the weights",
+                f"layer {layer}: relative to the weights, that of Q and K is {first:.3f} of that of V and W",
             ),
             (
                 ratios[top] > 10 * first and top > last / 10,
-                f"layer {layer}: it grows to {ratios[top]:.2f} of it, at step {top} of {last}; at the end Q, K, V, W "
-                f"have moved by {', '.join(f'{distance:.1f}' for distance in moved.values())} times their first size",
+                f"layer {layer}: this ratio grows to {ratios[top]:.2f}, at step {top} of {last}; at the end Q, K, V, W "
+                f"have moved by {', '.join(f'{distance:.1f}' for distance in moved.values())} times their initial norm",
             ),
         ]
     return Verdict.of(*parts)
@@ -109,7 +109,7 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """Norm of each matrix's gradient over that of the matrix, by training step, one panel per layer.
 
-    Both axes are logarithmic: at the left those of Q and K are far below, and they approach those of V and W.
+    Both axes are logarithmic: the curves of Q and K start far below those of V and W, and approach them.
     """
     panels = {}
     for layer in range(LAYERS):

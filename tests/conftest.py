@@ -14,7 +14,7 @@ from tests.programs import FAST, Programs
 os.environ["TFDS_DATA_DIR"] = tempfile.mkdtemp(prefix="attnlab-tests-")
 atexit.register(shutil.rmtree, os.environ["TFDS_DATA_DIR"], ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = os.environ["TFDS_DATA_DIR"] + "/cache"  # for token stores
-# Processes that tests start set their own flags. XLA_FLAGS can turn optimizations on, as for the campaigns.
+# Subprocesses of the tests set their own flags. XLA_FLAGS can turn optimizations on, as it does for the campaigns.
 flags = ["--xla_force_host_platform_device_count=4"]
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     flags += [f"--{name}={str(value).lower()}" for name, value in FAST.items()]
@@ -42,8 +42,8 @@ PROGRAMS = Programs(Path(os.environ.get("ATTNLAB_TEST_PROGRAMS", Path(__file__).
 jax.config.update("jax_compilation_cache_dir", str(PROGRAMS.own))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # their folder would be a part of entries' names
-# A killed process may leave a truncated entry, so processes that tests start share another folder.
+jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # their folder would become part of the cache keys
+# A killed process may leave a truncated entry, so subprocesses share another folder.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["TFDS_DATA_DIR"] + "/programs"
 
 collect_ignore = ["downstream"]  # a user's project: `test_wheel.py` runs its tests against an installed attnlab
@@ -55,15 +55,15 @@ settings.load_profile("attnlab")
 
 
 def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # of pytest-xdist
+    if not hasattr(config, "workerinput"):  # not in a worker of pytest-xdist
         config.pluginmanager.register(SecondsByFile(config))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def same_precision_and_flags_on_every_machine():
-    """`config.precision = "auto"` is float32 in this process; processes that tests start are told so by an option.
+    """`config.precision = "auto"` means float32 in this process; subprocesses get it as an option.
 
-    XLA_FLAGS are a part of the names of cached programs, so no command changes them here.
+    No command may change XLA_FLAGS here, because they are part of the names of cached programs.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attnlab.training.precision._cpu_flags", set)
@@ -73,7 +73,7 @@ def same_precision_and_flags_on_every_machine():
 
 @pytest.fixture(autouse=True, scope="module")
 def room_for_programs():
-    """Drops compiled programs before a worker reaches Linux's limit of memory maps, 65,530, which would end it."""
+    """Drops compiled programs before a worker reaches Linux's limit of 65,530 memory maps, which would kill it."""
     PROGRAMS.exchange()
     yield
     PROGRAMS.exchange()
@@ -85,9 +85,9 @@ def room_for_programs():
 
 @pytest.fixture(scope="module")
 def shared_programs():
-    """Runs of this process that compute the same are traced once; what a new process computes, processes test."""
+    """Traces identical runs of this process once; tests with subprocesses cover what a new process does."""
     from attnlab.nn import versions
-    from tests.runs import sharing  # which imports all that trains
+    from tests.runs import sharing  # not above: it imports the whole trainer
 
     with sharing(), versions.taken_once():
         yield
@@ -110,7 +110,7 @@ def float64():
 
 @pytest.fixture
 def registry(monkeypatch):
-    """A registry of layers of each test's own."""
+    """Gives each test its own registry of layers."""
     from tests.nn.user_parts import KINDS, custom, forget
 
     monkeypatch.setattr(custom, "_SOURCES", {})

@@ -2,8 +2,8 @@
 
     python tests/mutants.py [--folders ops nn …] [--count 60] [--seed 0] [--out build/mutants.csv]
 
-In a copy of the tree, every mutated expression is first marked, and the fast tests run once: this tells which tests
-reach it. Then each mutant runs the tests that reach it, the fastest first, until one fails. It survives if none fails
+In a copy of the tree, every mutated expression is first marked, and the fast tests run once, which shows the
+tests that reach it. Then each mutant runs these tests, the fastest first, until one fails. It survives if none fails
 within a minute of processor time. Mutants that no test has to notice are named in `EXCLUDED`, each with
 its reason.
 """
@@ -108,7 +108,7 @@ def _is_text(node):
 
 
 def mutants_of(path, source):
-    """All mutants of a file. Annotations, decorators and f-strings, whose columns Python 3.11 misplaces, stay."""
+    """All mutants of a file, outside annotations, decorators and f-strings (whose columns are wrong in Python 3.11)."""
     starts = [0]
     for line in source.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -131,7 +131,7 @@ def mutants_of(path, source):
 
 
 def draw(folders, count, seed):
-    """The seeded list: equally many mutants of each folder. An edit elsewhere in a file hardly changes the list."""
+    """The seeded list, with equally many mutants from each folder; edits elsewhere in a file hardly change it."""
     drawn = []
     for folder in folders:
         places, occurrences = {}, collections.Counter()
@@ -151,7 +151,7 @@ def replaced(source, mutant):
 
 
 def marked(source, mutants):
-    """The source in which each of the (number, mutant) marks its number when it is evaluated; mutants may nest."""
+    """The source, changed so that each (number, mutant) marks its number when it is evaluated; mutants may nest."""
     inserts = []
     for number, mutant in mutants:
         length = mutant.end - mutant.start
@@ -208,7 +208,7 @@ def reach(mutants, workdir):
 
 
 def _mirroring(mutant, seconds):
-    """The fast tests of a mutant's file, or else of its nearest folder, for one that is evaluated on import alone."""
+    """The fast tests of a mutant's file, or of its nearest folder: for mutants that are evaluated only on import."""
     path = Path(mutant.path.replace("attnlab/", "tests/", 1))
     path = path.with_name(f"test_{path.name}")
     while not (found := [test for test in seconds if test.startswith(path.as_posix())]):
@@ -227,7 +227,7 @@ def _environment(tree):
 
 
 def judge(tree, mutant, tests, deselected):
-    """Runs the tests on a mutant: ("killed", the failed test), or ("survived", how the run ended); and the seconds."""
+    """Runs the tests on a mutant: ("killed", failed test) or ("survived", how the run ended), and the seconds."""
     original = (tree / mutant.path).read_text()
     (tree / mutant.path).write_text(replaced(original, mutant))
     start = time.monotonic()

@@ -5,10 +5,10 @@ import numpy as np
 
 
 def parameters(module, *args, seed=0, **options):
-    """The variables that `module.init(key, *args, **options)` has, drawn by NumPy.
+    """The variables of `module.init(key, *args, **options)`, drawn by NumPy.
 
-    Matrices have the variance 1 / fan-in, embeddings 1; biases and other vectors are small, and scales near 1: unlike
-    initial values, none of them is without effect.
+    Matrices have variance 1 / fan-in and embeddings 1; biases and other vectors are small, and scales are near 1.
+    Unlike initial values, each of them has an effect.
     """
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), *args, **options))
     rng = np.random.default_rng(seed)
@@ -21,7 +21,7 @@ def parameters(module, *args, seed=0, **options):
         elif leaf.ndim < 2 or name == "bias":
             values = 0.1 * values
         elif name == "kernel":
-            # [heads, head_dim, features] of an attention's output, else [features, …].
+            # [heads, head_dim, features] for the output of attention, otherwise [features, …].
             inputs = leaf.shape[:-1] if path[-2:][0] == jax.tree_util.DictKey("out") else leaf.shape[:1]
             values = values / np.sqrt(np.prod(inputs))
         return values.astype(leaf.dtype)

@@ -24,14 +24,14 @@ DAY = 24 * 60 * 60  # seconds
 
 
 def optimized(function, **options):
-    """`jax.jit`, compiled as for users: the tests' flags turn optimizations off."""
-    import jax  # not above, as JAX reads the flags of conftest.py
+    """`jax.jit`, optimized as for users, although the tests' flags turn optimizations off."""
+    import jax  # not above: JAX reads the flags that conftest.py sets
 
     return jax.jit(function, compiler_options=AS_USERS, **options)
 
 
 def compiled_text(function, *arguments) -> str:
-    """The HLO that XLA compiles a function to for users."""
+    """The HLO of a function, optimized as for users."""
     return optimized(function).lower(*arguments).compile().as_text()
 
 
@@ -46,11 +46,11 @@ class Programs:
     """A folder of JAX's compilation cache for this process, filled from a shared one and published to it.
 
     JAX writes an entry in place, so a killed process leaves a truncated one, and another process may read half an
-    entry. Here a process writes into a folder of its own, and hard links move complete entries between the two.
+    entry. Here each process writes to its own folder, and hard links share complete entries between the two.
 
     Attributes:
-      own: the folder of this process, deleted at its end.
-      shared: the folder of all processes with this type of processor. JAX's names of entries depend on jaxlib, the
+      own: the folder of this process, deleted when it exits.
+      shared: the folder of all processes with this type of processor. JAX names an entry by jaxlib, the
         compiler's flags and the program.
     """
 
@@ -61,14 +61,14 @@ class Programs:
         if sum(entry.stat().st_size for entry in os.scandir(self.shared)) > LIMIT:
             shutil.rmtree(self.shared, ignore_errors=True)
             self.shared.mkdir(exist_ok=True)
-        for own in folder.glob("process-*"):  # of killed processes
+        for own in folder.glob("process-*"):  # left by killed processes
             if own.stat().st_mtime < time.time() - DAY:
                 shutil.rmtree(own, ignore_errors=True)
         self.own = Path(tempfile.mkdtemp(prefix="process-", dir=folder))
         atexit.register(shutil.rmtree, self.own, ignore_errors=True)
 
     def exchange(self):
-        """Publishes new entries of this process, and takes new ones of others; no program may be compiling."""
+        """Publishes new entries of this process and links new entries of others; no program may be compiling."""
         own, shared = set(os.listdir(self.own)), set(os.listdir(self.shared))
         for names, source, target in ((own - shared, self.own, self.shared), (shared - own, self.shared, self.own)):
             for name in names:

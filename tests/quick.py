@@ -1,6 +1,6 @@
-"""The fast tests of what differs from main, and a few of every floor, in about two minutes: `make quick`.
+"""The fast tests for what differs from main, and a few from every floor, in about two minutes: `make quick`.
 
-A file of attnlab has its tests in the folder that mirrors its own, or for commands in the files named after it.
+The tests of a file are in the folder that mirrors its own; those for a command are in the files named after it.
 """
 
 import subprocess
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# A quick file of each floor.
+# One quick file from each floor.
 SMOKE = (
-    "support/test_options.py",
+    "support/test_support_options.py",
     "ops/test_masks.py",
     "data/test_batches.py",
     "nn/test_config.py",
@@ -38,7 +38,7 @@ def changed() -> list[Path]:
 
 
 def tests_of(file: Path) -> set[Path]:
-    """The folder, or the files, of a file's tests."""
+    """The folder or files that test a file."""
     top, *inner = file.parts
     if top == "tests":
         return {file} if file.name.startswith("test_") else set()

@@ -1,4 +1,4 @@
-"""Short training runs: their config, one that is finished, runs that crash, and what two runs have in common."""
+"""Short training runs: their config, a finished run, runs that crash, and comparisons of two runs."""
 
 import atexit
 import contextlib
@@ -53,7 +53,7 @@ def quick(**changes):
 
 
 class Bigram(nn.Module):
-    """A user's model, which compiles in a tenth of a GPT's time: logits of the next token by the last one."""
+    """A user-defined model that compiles in a tenth of a GPT's time: next-token logits from the last token."""
 
     vocab_size: int = 256
 
@@ -75,14 +75,14 @@ def workdir_alone(workdir, *options):
 
 
 def process(workdir, *options, program=("-m", "attnlab.train")):
-    """Start the training command in a process, which compiles as this one does."""
+    """Start the training command in a subprocess, which compiles with the same flags as this one."""
     command = [sys.executable, *program, *SMALL, f"--workdir={workdir}", *options]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | {"PYTHONUNBUFFERED": "1"}, **output)
 
 
 def wait_for(running, pattern):
-    """Read lines until one matches; fails when the process ends first."""
+    """Read lines until one matches; fail if the process ends first."""
     seen = []
     for line in running.stdout:
         seen.append(line)
@@ -92,11 +92,11 @@ def wait_for(running, pattern):
 
 
 def finetuning(source, text, **changes):
-    """Options of four steps on a text from the weights of a folder, "" for none."""
+    """Options for four steps on a text, starting from the weights in a folder ("" for none)."""
     fields = {
         "data.path": text, "steps": 4, "batch_size": 8, "optimizer.accumulation": 1, "optimizer.warmup_steps": 0,
         "eval.windows": 4, "sample.length": 0, "model.context": 32, "log.tensorboard": False, "parallel.mesh.data": 1,
-        "log.peak_tflops": 1,  # else it is measured
+        "log.peak_tflops": 1,  # otherwise it is measured
     }  # fmt: skip
     fields |= {"init_from": source} if source else {}
     fields |= {name.replace("__", "."): value for name, value in changes.items()}
@@ -108,7 +108,7 @@ def finetune(source, text, workdir, **changes):
 
 
 class Here(subprocess.Popen):
-    """In place of `subprocess.Popen`: a worker that has run in this process."""
+    """Replaces `subprocess.Popen`: runs the worker in this process."""
 
     def __init__(self, words, stdout, **_):
         said = io.StringIO()
@@ -141,13 +141,13 @@ def crash_at(step):
 
 # --- runs that share their programs
 
-# Tracing them is most of a start's time. What a new process computes is tested with processes.
+# Tracing takes most of a start. Tests with subprocesses cover what a new process does.
 sharing = functools.partial(program.shared_programs, {})
 
 
 @functools.cache
 def finished():
-    """(The folder of a finished run, what it printed): one for all tests of this process, which only read it."""
+    """(Folder of a finished run, its output): shared by all tests of this process, so tests may only read it."""
     folder = Path(tempfile.mkdtemp(prefix="attnlab-run-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "finished").mkdir()  # an empty folder may become the workdir
@@ -182,7 +182,7 @@ def contents(folder):
 
 
 def digests(workdir, step):
-    """sha256 of the parameters, the optimizer state, and the average if there is one, of a checkpoint."""
+    """sha256 of a checkpoint's parameters, optimizer state, and average if it has one."""
     folder = workdir / "checkpoints" / str(step)
     names = [name for name in ("params", "opt_state", "average") if (folder / name).exists()]
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
@@ -193,6 +193,6 @@ def digests(workdir, step):
 
 
 def same_checkpoints(*workdirs):
-    """Whether runs keep checkpoints of the same steps, with the same bits."""
+    """Whether two runs have checkpoints at the same steps with the same bits."""
     first, second = ({step: digests(workdir, step) for step in kept(workdir)} for workdir in workdirs)
     return first == second

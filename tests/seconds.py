@@ -1,4 +1,4 @@
-"""Seconds of the test files: a plugin that prints the slowest ones, and fails where one takes more than its share."""
+"""A plugin that prints the slowest test files, and fails the run if one takes more than its share of the time."""
 
 import collections
 import tomllib
@@ -23,7 +23,7 @@ class SecondsByFile:
         self.seconds[report.nodeid.split("::")[0]] += report.duration
 
     def above(self) -> dict[str, float]:
-        """The shares of files above the allowed one."""
+        """Files above the allowed share of the time, and their shares."""
         total = self.seconds.total()
         return {file: took / total for file, took in self.seconds.items() if took > self.share * total}
 

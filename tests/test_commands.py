@@ -48,11 +48,11 @@ def copy(tmp_path):
         (["--config=quickstart:tny"], r"--config=quickstart.py:tny: the experiment has no variants"),
         ([QUICKSTART, "--config.model.attention.sinks=yes"], r"sinks=yes: expected true or false; see --help$"),
         ([QUICKSTART, "--config.data.path="], r"--config.data.path= is empty"),
-        ([QUICKSTART, "--config.data.name=quijote", "--config.data.path=x"], r"data.name has no effect beside"),
+        ([QUICKSTART, "--config.data.name=quijote", "--config.data.path=x"], r"data.name has no effect with"),
         ([QUICKSTART, "--config.data.feature=x"], r"data.feature = 'x', but python_docs has no features"),
         ([QUICKSTART, "--config.data.tokenizer=byte", "--config.data.vocab_size=300"], r"300: it has no effect with"),
         ([QUICKSTART, "--config.optimizer.b2=0.9", "--config.optimizer.b2_halflife=9"], r"b2_halflife = 0$"),
-        ([QUICKSTART, "--config.optimizer.muon_momentum=0.9"], r"leave it at 0.95, or choose name = muon"),
+        ([QUICKSTART, "--config.optimizer.muon_momentum=0.9"], r"keep the default 0.95, or choose name = muon"),
         ([QUICKSTART, "--config.optimizer.ema=1"], r"ema = 1.0: expected a number from 0 to 0.9999999$"),
         ([QUICKSTART, "--config.steps=abc"], r"config.steps=abc: invalid literal for int"),
         ([QUICKSTART, "--config.steps=None"], r"config.steps = None: .*2000"),
@@ -79,14 +79,14 @@ def copy(tmp_path):
         ([QUICKSTART, "--config.log.profile=1990:2001"], r"log.profile = '1990:2001': .*FIRST:LAST.* = 2000"),
         (
             [QUICKSTART, "--config.model.layers[0].window=8"],
-            r"layers\[0\].window is for Python alone, RunConfig.changed",
+            r"layers\[0\].window needs Python: RunConfig.changed",
         ),
         ([QUICKSTART, "--noconfig.foo"], r"config.foo is not a field"),
         ([QUICKSTART, "--config.model.attention.windw=8"], r"not a field .did you mean model.attention.window"),
         ([QUICKSTART, "--eval_only"], r"no run to evaluate"),
     ],
 )
-def test_train_with_an_invalid_option_is_one_line(mistake, tmp_path, monkeypatch, arguments, message):
+def test_train_with_invalid_option_prints_one_line(mistake, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(REPOSITORY)
     line = mistake(train.main, f"--workdir={tmp_path}/run", *arguments)
     assert re.search(message, line), line
@@ -96,17 +96,17 @@ def test_train_with_an_invalid_option_is_one_line(mistake, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     "option, content, message",
     [
-        ("config.data.path", "a" * 9000, "repeats 'a' alone"),
+        ("config.data.path", "a" * 9000, "only repeats 'a'"),
         ("config.data.path", "short text", "training text .*9 tokens.*model.context"),
         ("config", "def get_config(:", "SyntaxError"),
         ("config", "def get_config(): return 1 / 0", "ZeroDivisionError: division by zero"),
         ("config", "def get_config(): return 3", r"get_config\(\) returned 3"),
-        ("config", "x = 3", r"--config=mine.py: it has no function get_config: return a modified"),
+        ("config", "x = 3", r"--config=mine.py: define a function get_config\(\) that returns a modified"),
         ("config", f"{DEFAULT}; c.optimizer.learning_rat = 3.0; return c", "learning_rat .*did you mean optimizer.lea"),
         ("config", f"{DEFAULT}; c.model = dict(width=64); return c", "config.model.vocab_size is missing"),
     ],
 )
-def test_train_with_an_unusable_file_is_one_line(mistake, tmp_path, option, content, message):
+def test_train_with_unusable_file_prints_one_line(mistake, tmp_path, option, content, message):
     (tmp_path / "mine.py").write_text(content)
     config = [QUICKSTART] if option != "config" else []
     line = mistake(train.main, *config, f"--{option}={tmp_path}/mine.py", f"--workdir={tmp_path}/run")
@@ -120,14 +120,14 @@ def test_train_in_a_folder_with_other_files_writes_nothing(mistake, tmp_path):
     assert [path.read_text() for path in tmp_path.rglob("*")] == ["years of work"]
 
 
-def test_full_disk_under_standard_output_is_one_line(capsys, monkeypatch):
+def test_full_disk_under_standard_output_prints_one_line(capsys, monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert train.main(["train", "--help"]) == 2
     assert capsys.readouterr().err == "error: No space left on device: standard output\n"
 
 
-def test_run_without_checkpoints_is_one_line(mistake, copy):
+def test_run_without_checkpoints_prints_one_line(mistake, copy):
     shutil.rmtree(copy / "checkpoints")
     assert "--workdir is missing" in mistake(sample.main, "--prompt=x")
     assert "holds no checkpoint yet" in mistake(sample.main, f"--workdir={copy}")
@@ -136,12 +136,12 @@ def test_run_without_checkpoints_is_one_line(mistake, copy):
 
 
 def test_tokenizer_of_another_run_is_rejected(mistake, copy):
-    (copy / "metrics.jsonl").unlink()  # so that it is not finished
+    (copy / "metrics.jsonl").unlink()  # makes the run unfinished
     tokenizers.save(tokenizers.make("char", "otro texto, con otras letras."), copy / "tokenizer.json")
     for main, *options in ([sample.main], [train.main, *SMALL], [train.main, *SMALL, "--eval_only"]):
         line = mistake(main, f"--workdir={copy}", *options)
-        assert f"{copy}/tokenizer.json is another run's (sha256" in line
-    with pytest.raises(UserError, match="tokenizer.json is another run's"):
+        assert f"{copy}/tokenizer.json belongs to another run (sha256" in line
+    with pytest.raises(UserError, match="tokenizer.json belongs to another run"):
         attnlab.load(copy)
 
 
@@ -153,7 +153,7 @@ OF_TRAINING += [{"versions": {"model": {"trace": ""}}}, {"format": 0}]
 
 
 @pytest.mark.parametrize("damage", [*DAMAGED, *OF_TRAINING], ids=lambda damage: str(damage)[:40])
-def test_damaged_config_json_is_one_line(mistake, copy, damage):
+def test_damaged_config_json_prints_one_line(mistake, copy, damage):
     of_training = damage in OF_TRAINING
     message = "config.json has format 0, and this" if damage == {"format": 0} else "config.json is damaged"
     if isinstance(damage, dict):
@@ -168,7 +168,7 @@ def test_damaged_config_json_is_one_line(mistake, copy, damage):
         assert "config.json is damaged" in mistake(sample.main, f"--workdir={copy}")
 
 
-def test_checkpoint_whose_manifest_names_files_elsewhere_is_damaged(mistake, copy, tmp_path):
+def test_manifest_with_paths_outside_the_checkpoint_is_rejected(mistake, copy, tmp_path):
     other = tmp_path / "secret"
     other.write_text("secret")
     manifest = copy / "checkpoints" / "12" / "manifest.json"
@@ -179,7 +179,7 @@ def test_checkpoint_whose_manifest_names_files_elsewhere_is_damaged(mistake, cop
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_none_is_a_value_of_a_field_that_may_be_none(saved):
+def test_optional_field_accepts_none(saved):
     for texts, expected in ((["None"], None), (["8", "None"], None), (["None", "8"], 8)):
         argv = ["train", *[QUICKSTART] * (not saved), *(f"--config.model.attention.window={text}" for text in texts)]
         values = flags.FlagValues()
@@ -190,20 +190,20 @@ def test_none_is_a_value_of_a_field_that_may_be_none(saved):
         assert config.model.layers[0].window == expected
 
 
-def test_help_shows_the_command_its_flags_and_the_experiments(capsys):
+def test_help_shows_command_flags_and_experiments(capsys):
     assert train.main(["attnlab", "--help"]) == 0
     out = capsys.readouterr().out
     assert "attnlab train --" in out and "--workdir" in out and "Traceback" not in out
     assert ", sancho:full, sancho:small, sancho:tiny, shakespeare_char, " in out
 
 
-def test_allocation_that_fails_is_one_line(capsys):
+def test_failed_allocation_prints_one_line(capsys):
     assert commands.run(lambda *_: None, lambda _: jnp.zeros(2**50).sum(), "", ["attnlab"]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: out of memory: lower config.batch_size") and err.count("\n") == 1 and not out
 
 
-def test_interrupt_while_a_command_imports_is_one_line(tmp_path):
+def test_interrupt_during_import_prints_one_line(tmp_path):
     (tmp_path / "jax.py").write_text("import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(9)")
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     for module in (["attnlab", "train"], ["attnlab.sample"]):
@@ -211,7 +211,7 @@ def test_interrupt_while_a_command_imports_is_one_line(tmp_path):
         assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
 
 
-def test_interrupt_within_a_collection_of_garbage_ends_the_command(capsys):
+def test_interrupt_during_garbage_collection_ends_the_command(capsys):
     def callback(*_):
         gc.callbacks.remove(callback)
         signal.raise_signal(signal.SIGINT)
@@ -226,16 +226,16 @@ def test_interrupt_within_a_collection_of_garbage_ends_the_command(capsys):
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b'{"step": "x", "split": "val"}\n', b"[" * 100_000 + b"\n"], ids=len)
-def test_damaged_metrics_are_one_line(mistake, copy, content):
+def test_damaged_metrics_print_one_line(mistake, copy, content):
     (copy / "metrics.jsonl").write_bytes(content)
     assert "metrics.jsonl" in mistake(train.main, *SMALL, f"--workdir={copy}")
 
 
 def test_workdir_in_use_is_rejected(mistake, copy):
-    (copy / "metrics.jsonl").unlink()  # so that it is not finished
+    (copy / "metrics.jsonl").unlink()  # makes the run unfinished
     with (copy / "tokenizer.json").open("r+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert "another command runs there" in mistake(train.main, *SMALL, f"--workdir={copy}")
+        assert "another command is running there" in mistake(train.main, *SMALL, f"--workdir={copy}")
 
 
 def test_moved_checkpoints_are_found_by_checkpoint_dir(mistake, tmp_path):
@@ -246,12 +246,12 @@ def test_moved_checkpoints_are_found_by_checkpoint_dir(mistake, tmp_path):
     shutil.copytree(copy / "checkpoints", tmp_path / "elsewhere")
     shutil.rmtree(copy / "checkpoints")
     assert train.main(["train", *SMALL, f"--workdir={copy}", elsewhere]) == 0
-    assert sample.main(["sample", f"--workdir={copy}", "--max_tokens=3"]) == 0  # it knows where they are now
+    assert sample.main(["sample", f"--workdir={copy}", "--max_tokens=3"]) == 0  # the run remembers the new folder
 
 
 @pytest.mark.slow
-def test_damaged_checkpoint_is_one_line(copy):
-    """In a process of its own, which Orbax' threads could write to as it ends."""
+def test_damaged_checkpoint_prints_one_line(copy):
+    """In a subprocess, because Orbax's threads could write to stderr as it exits."""
     for data in copy.glob("checkpoints/12/params/**/d/*"):
         data.write_bytes(data.read_bytes()[:-7])
     command = [sys.executable, "-m", "attnlab.sample", f"--workdir={copy}"]
@@ -275,8 +275,8 @@ def test_experiment_is_found_by_name_from_any_folder(mistake, tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_warning_of_a_library_is_one_line_of_a_command(monkeypatch):
-    """As the function formats it that Python calls before it prints one; pytest would catch the warning."""
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # `run` sets it, and this sets it back
+def test_library_warning_prints_one_line(monkeypatch):
+    """Calls Python's formatter of warnings directly, because pytest would catch the warning."""
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # `run` replaces it; this restores it
     assert commands.run(lambda *_: None, lambda _: 0, "", ["attnlab"]) == 0
     assert warnings.formatwarning(UserWarning("x"), UserWarning, "library.py", 7) == "warning: x\n"

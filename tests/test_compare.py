@@ -1,4 +1,4 @@
-"""Comparisons: mistakes, the table of a text and of a task, and runs that are kept, added, diverge or are killed."""
+"""Comparisons: errors, tables for a text and a task, and runs that are kept, added, diverge or are killed."""
 
 import contextlib
 import csv
@@ -36,11 +36,11 @@ from tests.runs import REPOSITORY, WITHOUT_DROPOUT, Here, sharing, workers_here
 
 ROTARY = ["--variant=rotary:", "--variant=again: model.positions=rotary"]
 VARIANTS = [*ROTARY, "--variant=window: model.attention.window=4"]
-# What two comparisons of the same runs may differ in.
+# Columns that may differ between two comparisons of the same runs.
 TIMES = ("tokens_per_second", "equal_time", "memory")
 PARITY = "task:parity longest=16"
-# Two variants with published results of sequences twice as long, and options of the command. The margin is two standard
-# errors of an accuracy near 1/2 of 64 answers.
+# Two variants, published results at twice the length, and options of the command. The margin is two standard errors of
+# an accuracy near 1/2 over 64 answers.
 TWO = f"""
 VARIANTS = {{"rotary": {{}}, "window": {{"model.attention.window": 4}}}}
 PUBLISHED = {{
@@ -70,7 +70,7 @@ def finished(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, workers_here(), sharing(), contextlib.redirect_stdout(out):
         patch.setattr(race, "ROUNDS", 2)
         patch.setattr(race, "BURST", 0.01)
-        # Certificates have tests of their own, and compile much.
+        # Certificates have their own tests and compile a lot.
         patch.setattr(certificate, "of_model", lambda model: {"conforms": True, "worst": 0.5})
         assert compared(folder, f"--variants={file}") == 0
     return folder, file, out.getvalue()
@@ -97,14 +97,14 @@ def part_of(folder, name):
         ([*VARIANTS, "--match_length=9"], "--match_length=9: it has no effect without match = state"),
     ],
 )
-def test_mistake_is_one_line_before_anything_starts(tmp_path, capsys, options, message):
+def test_mistake_prints_one_line_before_anything_starts(tmp_path, capsys, options, message):
     assert compared(tmp_path / "new", *options) == 2
     out, err = capsys.readouterr()
     assert re.search(message, err) and err.startswith("error: ") and err.count("\n") == 1 and not out, err
     assert not (tmp_path / "new").exists()
 
 
-def test_folder_with_something_else_is_left_alone(tmp_path, capsys):
+def test_folder_with_other_files_is_left_alone(tmp_path, capsys):
     (tmp_path / "table.csv").write_text("mine")
     assert compared(tmp_path, *VARIANTS) == 2
     assert "holds other files and no comparison" in capsys.readouterr().err
@@ -115,16 +115,16 @@ def test_dry_run_lists_the_runs_and_starts_none(tmp_path, capsys):
     options = ["--dry_run", "--learning_rates=1e-2,1e-3", "--seeds=2"]
     assert compared(tmp_path / "new", *VARIANTS, *options) == 0
     out = capsys.readouterr().out
-    assert out.count("choosing: variant=") == 6 and "12 runs, and up to 6 more where a learning rate" in out
-    assert compared(tmp_path / "new", *VARIANTS, *options, "--tuning_seeds=3") == 0  # whose number moves no other seed
+    assert out.count("tuning: variant=") == 6 and "12 runs, and up to 6 more if a best learning rate" in out
+    assert compared(tmp_path / "new", *VARIANTS, *options, "--tuning_seeds=3") == 0  # must not change the other seeds
     assert all(text.count("seeds 0, 1\n") == 3 for text in (out, capsys.readouterr().out))
     words = ["--config=compare_tasks", *VARIANTS, "--dry_run", f"--workdir={tmp_path / 'new'}"]
     assert compare.main(["compare", *words]) == 0
-    assert all(f"--- {task}: " in (out := capsys.readouterr().out + out) for task in ("recall", "parity"))  # of COMPARE
+    assert all(f"--- {task}: " in (out := capsys.readouterr().out + out) for task in ("recall", "parity"))  # COMPARE's
     assert not (tmp_path / "new").exists()
 
 
-def test_every_column_has_its_value(finished):
+def test_every_column_has_a_value(finished):
     rotary, window = comparing.read(part_of(finished[0], "text"))
     empty = {name for name, value in rotary.items() if value is None}
     assert {name for name in empty if not name.startswith(("difference_", "verdict"))} <= {
@@ -138,7 +138,7 @@ def test_every_column_has_its_value(finished):
     assert window["loss"] != rotary["loss"] and window["difference_loss"] == window["loss"] - rotary["loss"]
 
 
-def test_table_of_a_task_compares_accuracies_by_seed_and_length(finished):
+def test_task_table_compares_accuracies_by_seed_and_length(finished):
     folder, _, out = finished
     rotary, window = comparing.read(part_of(folder, "task"))
     finals = {}
@@ -153,10 +153,10 @@ def test_table_of_a_task_compares_accuracies_by_seed_and_length(finished):
     assert all(0 <= window[f"accuracy_{times}x"] <= 1 for times in (1, 2, 4, 8))
     words = (part_of(folder, "task") / "table.md").read_text()
     assert "accuracy (share of answers, ± 95 % over 2 seeds)" in words and f"--- {PARITY}" in out
-    assert "Learning rate 0.01, the same for all" in words  # of COMPARE
+    assert "Learning rate 0.01, the same for all" in words  # from COMPARE
 
 
-def test_parts_of_a_comparison_have_folders_and_one_page(finished):
+def test_each_task_has_a_folder_and_all_share_one_page(finished):
     folder, _, out = finished
     files = {
         name: {path.name for path in part_of(folder, name).iterdir() if path.is_file()} for name in ("task", "text")
@@ -166,17 +166,17 @@ def test_parts_of_a_comparison_have_folders_and_one_page(finished):
     assert {path.name for path in folder.iterdir() if path.is_file()} == {"comparison.json", "comparison.html"}
     page = (folder / "comparison.html").read_text()
     assert all(title in page for title in (PARITY, ">text<", "Accuracy against length", "Loss over seconds"))
-    assert "state that decoding" not in page  # which all variants have in equal size
+    assert "size of the decoding state" not in page  # because all variants have the same size
     costs = {row["flops_per_token_train"] for row in comparing.read(part_of(folder, "text"))}
     assert ("Loss over FLOPs" in page) == (len(costs) > 1)
     assert (
-        "tokens a parameter, here" in out and "Two things differ" not in out and "layers 1, heads 2, width 16" in page
+        "tokens per parameter (here" in out and "Two things differ" not in out and "layers 1, heads 2, width 16" in page
     )
     assert page.index("window ") < page.index("<table") and "attnlab compare --config" in page
-    assert f"the page of all is {folder / 'comparison.html'}" in out
+    assert f"the report is {folder / 'comparison.html'}" in out
 
 
-def test_published_results_are_set_beside_ours_with_an_outcome(finished):
+def test_published_results_are_compared_with_ours(finished):
     folder, _, out = finished
     parity = part_of(folder, "task")
     rotary, window = comparing.read(parity)
@@ -189,10 +189,10 @@ def test_published_results_are_set_beside_ours_with_an_outcome(finished):
     assert ours[1]["outcome"] == "not trained far enough"
     for text in (out, (parity / "replication.md").read_text(), (folder / "comparison.html").read_text()):
         assert "Grazzi et al. 2025" in text and ours[1]["outcome"] in text
-        assert re.search(r"Otherwise here: model.attention.window None, not 4; steps \d+, not 20000; An answer", text)
+        assert re.search(r"Our runs differ: model.attention.window None, not 4; steps \d+, not 20000; An answer", text)
 
 
-def test_published_result_at_a_length_is_compared_with_chance_for_a_diverged_run(finished, tmp_path):
+def test_diverged_run_counts_as_chance_against_published_results(finished, tmp_path):
     folder = shutil.copytree(part_of(finished[0], "task"), tmp_path / "task")
     workdirs = sorted(folder.glob("variant=window,*"))
     points = [grid.Point(each.name, {}, attnlab.load(each).config) for each in workdirs]
@@ -218,23 +218,23 @@ def test_published_result_at_a_length_is_compared_with_chance_for_a_diverged_run
         ({"tasks": "copy"}, "expected a list"),
     ],
 )
-def test_mistake_in_an_argument_is_one_line(tmp_path, options, message):
+def test_invalid_argument_raises_one_line(tmp_path, options, message):
     with pytest.raises(UserError, match=message):
         comparing.compare(WITHOUT_DROPOUT, {"a": {}, "b": {}}, workdir=tmp_path / "new", **options)
     assert not (tmp_path / "new").exists()
 
 
-def test_comparison_of_other_steps_needs_another_folder(finished, capsys):
+def test_comparison_with_other_steps_needs_another_folder(finished, capsys):
     assert compared(finished[0], f"--variants={finished[1]}", "--config.steps=24") == 2
-    assert re.search("has runs of 12 steps, and now 24: choose a new --workdir", capsys.readouterr().err)
+    assert re.search("has runs of 12 steps, not 24: choose a new --workdir", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
     ("together", "jobs", "backend", "seeds"),
     [("auto", 0, "cpu", 1), ("auto", 0, "gpu", 3), (5, 1, None, 3), ("1", 0, None, 1), ("auto", 1, None, 1)],
 )
-def test_rates_are_chosen_on_three_seeds_where_runs_go_together(monkeypatch, together, jobs, backend, seeds):
-    """A process that starts others asks for no device: None is no answer of JAX."""
+def test_rates_are_tuned_on_three_seeds_if_runs_train_together(monkeypatch, together, jobs, backend, seeds):
+    """A process that starts workers must not ask JAX for a device: backend None would fail here."""
     monkeypatch.setattr(jax, "default_backend", lambda: {"cpu": "cpu", "gpu": "gpu"}[backend])
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert comparison.default_tuning_seeds(together, jobs) == seeds
@@ -244,7 +244,7 @@ def test_rates_are_chosen_on_three_seeds_where_runs_go_together(monkeypatch, tog
     ("best", "extensions", "tried", "verdict"),
     [(1e-2, 2, [1e-3, 1e-2, 1e-1], "worse"), (1e1, 2, [1e-3, 1e-2, 1e-1, 1.0, 10.0], "worse, rate at the edge")],
 )
-def test_learning_rates_at_an_edge_are_extended_within_a_budget(
+def test_best_rate_at_an_edge_extends_the_grid_within_a_budget(
     tmp_path, monkeypatch, capsys, best, extensions, tried, verdict
 ):
     saved = {"vocab_size": 65, "parameters": 7, "corpus": {"name": "text", "sha256": "0", "characters": 9}}
@@ -275,15 +275,15 @@ def test_learning_rates_at_an_edge_are_extended_within_a_budget(
     assert ("--extensions" in out) == ("edge" in verdict) and f"seeds={max(needed)}, learning_rates=" in out
 
 
-def test_function_goes_on_where_the_command_was(finished, monkeypatch, capsys):
-    monkeypatch.setattr(workers, "subprocess", SimpleNamespace(DEVNULL=None, STDOUT=None))  # which starts nothing
+def test_function_resumes_a_comparison_of_the_command(finished, monkeypatch, capsys):
+    monkeypatch.setattr(workers, "subprocess", SimpleNamespace(DEVNULL=None, STDOUT=None))  # nothing can start
     variants, text = {"rotary": {}, "window": {"model.attention.window": 4}}, part_of(finished[0], "text")
     options = {"workdir": finished[0], "seeds": 2, "learning_rates": [1e-2], "tasks": ["text", PARITY]}
     tables = sorted(finished[0].glob("*/table.csv"))
     before = [path.read_bytes() for path in tables]
     found = comparing.compare(WITHOUT_DROPOUT, variants, **options)
     assert [path.read_bytes() for path in tables] == before and len(tables) == 2
-    assert capsys.readouterr().out.count("4 of 4 runs are finished, and are kept") == 2
+    assert capsys.readouterr().out.count("4 of 4 runs are already finished") == 2
     rows = [{k: x for k, x in row.items() if k != "task"} for row in found.rows if row["task"] == "text"]
     assert rows == comparing.read(text) and found.verdict("window", "text") == rows[1]["verdict"] and not found.failed
     assert found.table(PARITY).splitlines()[0].split()[:2] == ["variant", "verdict"]
@@ -293,7 +293,7 @@ def test_function_goes_on_where_the_command_was(finished, monkeypatch, capsys):
         found.verdict("windows", "text")
 
 
-def test_accuracy_at_a_length_is_of_answers_in_the_second_half(finished):
+def test_accuracy_at_a_length_counts_answers_in_the_second_half(finished):
     parity, right = part_of(finished[0], "task"), []
     task = named.parse("task:parity shortest=32 longest=32")
     (batch,) = HeldOutBatches(task, context=32, batch_size=4, windows=4, part="second")
@@ -304,7 +304,7 @@ def test_accuracy_at_a_length_is_of_answers_in_the_second_half(finished):
     assert comparing.read(parity)[1]["accuracy_2x"] == pytest.approx(np.mean(right))
 
 
-def test_losses_by_position_are_of_the_second_half_of_the_held_out_text(finished):
+def test_losses_by_position_use_the_second_half_of_held_out_text(finished):
     text = part_of(finished[0], "text")
     workdirs = sorted(text.glob("variant=window,*"))
     runs = [attnlab.load(workdir) for workdir in workdirs]
@@ -318,7 +318,7 @@ def test_losses_by_position_are_of_the_second_half_of_the_held_out_text(finished
     np.testing.assert_allclose(found, [expected[0].mean(), expected[1].mean(), expected[2:].mean()], rtol=1e-5)
 
 
-def test_measurements_of_a_changed_variant_are_not_those_of_the_old_one(finished, tmp_path, monkeypatch):
+def test_changed_variant_loses_its_old_measurements(finished, tmp_path, monkeypatch):
     folder, started = shutil.copytree(finished[0], tmp_path / "changed"), []
     for file in part_of(folder, "text").glob("variant=window,*/metrics.jsonl"):
         file.write_text(re.sub('"params_sha256": "[^"]*"', '"params_sha256": "other"', file.read_text()))
@@ -330,7 +330,7 @@ def test_measurements_of_a_changed_variant_are_not_those_of_the_old_one(finished
     monkeypatch.setattr(workers, "subprocess", SimpleNamespace(Popen=Idle, DEVNULL=None, STDOUT=None))
     assert compared(folder, f"--variants={finished[1]}") == 0
     rotary, window = comparing.read(part_of(folder, "text"))
-    assert rotary["parameters"] and window["parameters"] is None and len(started) == 2  # and a race
+    assert rotary["parameters"] and window["parameters"] is None and len(started) == 2  # the measurement and a race
 
 
 def steady(rows):
@@ -338,7 +338,7 @@ def steady(rows):
 
 
 def started(options, folder):
-    """The command in a process; comparisons in one folder share compiled programs."""
+    """The command in a subprocess; comparisons in one folder share compiled programs."""
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs")}
     return subprocess.Popen(
         [sys.executable, "-m", "attnlab.compare", *options, f"--workdir={folder}"],
@@ -368,9 +368,9 @@ def run_killed(options, folder, delays):
     for _ in range(30):
         process = started(options, folder)
         out, _ = process.communicate(timeout=900)
-        if "another command runs there" not in out:
+        if "another command is running there" not in out:
             break
-        time.sleep(1)  # runs of a killed one end by themselves
+        time.sleep(1)  # runs of a killed command end by themselves
     assert process.returncode == 0, out
 
 
@@ -381,8 +381,8 @@ def run_killed(options, folder, delays):
         pytest.param(VARIANTS, (1e-2, 3e-3), (3, 8, 13, 21, 30), marks=pytest.mark.campaign),
     ],
 )
-def test_killed_comparison_has_the_table_of_an_undisturbed_one(tmp_path, variants, rates, delays):
-    """With processes, and one compiled training step for all variants that are the same model."""
+def test_killed_comparison_ends_with_the_undisturbed_table(tmp_path, variants, rates, delays):
+    """With subprocesses; variants with the same model share one compiled training step."""
     options = [
         *WITHOUT_DROPOUT,
         f"--learning_rates={','.join(map(str, rates))}",
@@ -402,9 +402,9 @@ def test_killed_comparison_has_the_table_of_an_undisturbed_one(tmp_path, variant
     assert again["loss"] == rotary["loss"] and again["verdict"] == "not told apart" and again["difference_loss"] == 0
 
     out = run_undisturbed([*options, "--variant=high: optimizer.weight_decay=1e6"], tmp_path / "killed")
-    assert f"{2 * len(variants)} of {2 * len(variants) + 2} runs are finished, and are kept" in out  # of two seeds
+    assert f"{2 * len(variants)} of {2 * len(variants) + 2} runs are already finished" in out  # two seeds each
     *others, high = comparing.read(tmp_path / "killed")
     assert high["diverged"] == 2 and high["loss"] > max(row["loss"] for row in others)
-    for was, row in zip(steady(rows), steady(others)):  # but for intervals, which are simultaneous for one more
+    for was, row in zip(steady(rows), steady(others)):  # equal except statistics, which cover one more variant
         changed = {name for name in was if was[name] != row[name]}
         assert all(name.startswith("difference_") and name != "difference_loss" for name in changed)

@@ -30,7 +30,7 @@ if "truncate" in sys.argv:
 
 
 def run(*arguments, program=PROGRAM, **environment):
-    """The words that a program prints in a process of its own, line by line."""
+    """Run a program in a subprocess; returns the words of each line that it prints."""
     environment = {name: x for name, x in os.environ.items() if not name.startswith("JAX_")} | environment
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -40,7 +40,7 @@ def run(*arguments, program=PROGRAM, **environment):
 
 
 @pytest.mark.slow
-def test_second_start_uses_cache_and_truncated_entries_are_compiled_again(tmp_path):
+def test_second_start_uses_cache_and_recompiles_truncated_entries(tmp_path):
     environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     ((result, hits, folder),) = run(**environment)
     count = len(list(tmp_path.glob("*-cache")))
@@ -69,7 +69,7 @@ print(compilation.keep_programs())
 """
 
 
-def test_entries_beyond_the_limit_are_deleted_from_the_oldest(tmp_path):
+def test_oldest_entries_beyond_the_limit_are_deleted(tmp_path):
     for age, name in enumerate(("new-cache", "old-cache", "oldest-cache", "notes.txt")):
         (tmp_path / name).write_bytes(bytes(1000))
         os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
@@ -109,12 +109,12 @@ print(abs(jax.jit(norms)(ROWS) - EXACT).max() < 1e-3, abs(loss - np.log(2)) < 1e
 
 
 @pytest.mark.slow
-def test_sums_that_a_jaxlib_fuses_wrongly_are_right_in_commands_and_in_users_models():
+def test_faulty_sum_fusion_is_off_in_commands_and_user_models():
     plain, command = (run(*words, program="import flax.linen\n" + FAULT, XLA_FLAGS="") for words in ([], ["command"]))
     assert plain == [[str(JAXLIB != (0, 10, 2)), "True"]] and command == [["True", "True"]]
 
 
-def test_flag_for_a_faulty_jaxlib_leaves_the_users_alone(monkeypatch):
+def test_flag_for_faulty_jaxlib_keeps_the_users_flags(monkeypatch):
     monkeypatch.setattr(compilation, "FAULTY", ("0.10.2",))
 
     def flags(version, before):
@@ -147,13 +147,13 @@ for seconds in (0.01, 1.0):
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """(A folder, what the two programs above print with it, one after the other in one process)."""
+    """(A folder, the output of the two programs above with it), run one after the other in one process."""
     folder = tmp_path_factory.mktemp("cache")
     (folder / "file").touch()
     return folder, run(str(folder), program=FOLDERS + FREED)
 
 
-def test_cache_folder_is_the_users_and_may_be_missing_or_disabled(printed):
+def test_cache_folder_is_per_user_and_may_be_missing_or_disabled(printed):
     *disabled, (folder,) = printed[1][:-2]
     assert disabled == [["None"]] * (3 if os.getuid() == 0 else 2)
     assert folder.startswith(f"{printed[0]}/attnlab/programs-")

@@ -1,4 +1,4 @@
-"""All that a config holds survives a change of another field, JSON, another process, and the folder of a run."""
+"""Everything in a config survives a change to another field, JSON, another process, and a run's folder."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("registry")
 
 
 class Reaching(LayerConfig, of=MultiHeadAttention, kind="Reaching"):
-    """A user's config with fields that are no options."""
+    """A user-defined config with fields that are not options."""
 
     reach: tuple[int, ...] = (3,)
     mask: object = None
@@ -36,7 +36,7 @@ class Reaching(LayerConfig, of=MultiHeadAttention, kind="Reaching"):
 
 @dataclasses.dataclass(frozen=True)
 class First(masks.Mask):
-    """A user's mask: the first keys alone."""
+    """A user-defined mask: only the first keys."""
 
     count: int
 
@@ -89,7 +89,7 @@ FIELDS = st.fixed_dictionaries(
 
 
 def again(config):
-    """The config as another process or another start reads it, from what is written."""
+    """The config as another process or another start reads it from its JSON."""
     return configs.from_json(json.loads(configs.to_json(config)), records.arrays_of(config.model.layers))
 
 
@@ -133,7 +133,7 @@ def test_every_field_off_its_default_survives(group):
         value = TEXTS[name] if name in TEXTS else off_default(each, each.default)
         try:
             config = RunConfig.of(base | {name: value})
-        except UserError as error:  # that does not fit the default of another: only sizes of heads
+        except UserError as error:  # conflicts with the default of another field: only sizes of heads do
             assert re.search(
                 "heads|head_dim|width|features|qk_norm|divisor|multiple|even|rotary.scaling", str(error)
             ), error
@@ -143,7 +143,7 @@ def test_every_field_off_its_default_survives(group):
 
 
 def with_parts(file):
-    """A config with layers, masks and functions of a file, and an array."""
+    """A config with an array, and with layers, masks and functions from a file."""
     custom.import_file(file)
     (module,) = (module for module in list(sys.modules.values()) if getattr(module, "__file__", None) == str(file))
     mask = ~masks.PrefixLM(2) & masks.Dense(np.eye(8, dtype=bool))
@@ -151,7 +151,7 @@ def with_parts(file):
     return RunConfig.of({"model.layers": (*layers, KINDS["Average"](decay=0.5)), "seed": 3})
 
 
-def test_config_survives_another_process_and_the_folder_of_a_run(tmp_path):
+def test_config_survives_another_process_and_a_run_folder(tmp_path):
     (file := tmp_path / "mine.py").write_text(SOURCE)
     config = with_parts(file)
     together.write({"one": config, "two": config.changed({"seed": 4})}, tmp_path / "runs.json")
@@ -172,23 +172,19 @@ def test_config_survives_another_process_and_the_folder_of_a_run(tmp_path):
         read_run(folder)
 
 
-def test_values_of_this_process_alone_are_told_in_one_line(tmp_path):
+def test_process_local_function_is_refused_in_one_line(tmp_path):
     local = RunConfig.of({"model.layers": AttentionConfig(score_mod=lambda score, b, h, i, j: score)})
-    with pytest.raises(
-        UserError, match="<lambda> lives in this process alone, and jobs are processes of their own: define"
-    ):
+    with pytest.raises(UserError, match="<lambda> exists only in this process, but jobs are separate processes"):
         together.write({"one": local}, tmp_path / "runs.json")
     text = configs.to_json(local)
-    assert configs.from_json(json.loads(text)) == local  # while the function lives
+    assert configs.from_json(json.loads(text)) == local  # while the function exists
     read = configs.from_json(json.loads(text.replace('"version": "', '"version": "0')))
     assert not read.difference(local) and configs.to_json(read) == text.replace('"version": "', '"version": "0')
-    with pytest.raises(
-        UserError, match="the run's layers have .*<lambda>, which this process has not: .*pass it again"
-    ):
+    with pytest.raises(UserError, match="the run's layers use .*<lambda>, which this process lacks: .*pass it again"):
         custom.code(read.model)
 
 
-def test_saved_names_run_no_code_but_masks_and_score_mods():
+def test_saved_names_cannot_run_other_code():
     record = {"class": {"name": "system", "module": "os", "file": ""}, "command": "false"}
     assert isinstance(records.value_of(record, {}), records.Absent)
     record = {
@@ -199,20 +195,20 @@ def test_saved_names_run_no_code_but_masks_and_score_mods():
     assert isinstance(records.value_of(record, {}), records.Absent)
 
 
-def test_function_that_its_name_is_not_goes_to_no_other_process(tmp_path):
-    """A loop leaves its last function under the name of all."""
+def test_function_hidden_by_a_later_one_is_not_sent_to_processes(tmp_path):
+    """A loop defines several functions under one name, which refers only to the last."""
     text = "MODS = []\nfor slope in (0.1, 0.2):\n    def near(score, b, h, i, j, slope=slope):\n"
     (file := tmp_path / "mine.py").write_text(f"{text}        return score - slope * (i - j)\n    MODS.append(near)\n")
     first, last = custom.run(file).MODS
     one, two = (RunConfig.of({"model.layers": score_mods.ScoreFn(mod)}) for mod in (first, last))
     together.write({"two": two}, tmp_path / "runs.json")
-    with pytest.raises(UserError, match="^near lives in this process alone"):
+    with pytest.raises(UserError, match="^near exists only in this process"):
         together.write({"one": one}, tmp_path / "runs.json")
-    assert again(one) == one and again(two) == two and not one.difference(two)  # which their versions tell apart
+    assert again(one) == one and again(two) == two and not one.difference(two)  # only their versions differ
     assert len({point.name for point in grid.of_configs([one, two])}) == 2
 
 
-def test_parts_that_a_process_defines_anywhere_are_found_again_in_it():
+def test_local_definitions_survive_json_within_their_process():
     @dataclasses.dataclass(frozen=True)
     class Local(masks.Mask):
         fn: object
@@ -233,8 +229,8 @@ def test_parts_that_a_process_defines_anywhere_are_found_again_in_it():
     [
         ({"model.layers": "gru", "model.attention.mask": masks.Causal()}, "attention.mask = Causal.*has no attention"),
         ({"model.layers": (masks.Causal(), masks.Causal())}, "layers = .*: expected kinds or configs of layers"),
-        ({"model.layers": Reaching(reach=[3])}, "model.layers = .*: expected values that have a hash"),
-        ({"data.path": "a.txt", "data.name": "quijote"}, "data.name = 'quijote' has no effect beside config.data.path"),
+        ({"model.layers": Reaching(reach=[3])}, "model.layers = .*: expected hashable values"),
+        ({"data.path": "a.txt", "data.name": "quijote"}, "data.name = 'quijote' has no effect with config.data.path"),
     ],
     ids=str,
 )
@@ -243,7 +239,7 @@ def test_value_that_would_be_lost_is_an_error(values, message):
         RunConfig.of(values)
 
 
-def test_kind_beyond_the_layers_of_a_model_is_read(tmp_path):
+def test_kind_of_an_unused_layer_is_loaded_too(tmp_path):
     (file := tmp_path / "mine.py").write_text(SOURCE)
     custom.import_file(file)
     config = RunConfig.of({"model.layers": "attention Average", "model.num_layers": 1})
@@ -258,14 +254,14 @@ def test_config_of_format_1_is_read():
     assert config.model.layers == (KINDS["gated_delta"](conv=2),) * 2 + (AttentionConfig(window=8),)
 
 
-def test_layers_of_a_kind_change_together_by_its_name_and_one_by_its_place():
+def test_layers_change_together_by_kind_and_singly_by_index():
     config = RunConfig.of({"model.layers": (AttentionConfig(window=16), AttentionConfig())})
     assert [layer.window for layer in config.changed({}).model.layers] == [16, None]
     assert [layer.window for layer in config.changed({"model.layers[1].window": 4}).model.layers] == [16, 4]
     assert [layer.window for layer in config.changed({"model.attention.window": 2}).model.layers] == [2, 2]
     with pytest.raises(UserError, match=r"^config.model.layers\[2\] = .*: expected layers\[0\] to layers\[1\]"):
         config.changed({"model.layers[2].window": 4})
-    with pytest.raises(UserError, match=r"config.model.layers = 'attention gru': which options of attention stay\?"):
+    with pytest.raises(UserError, match="'attention gru': the layers of kind attention have different options"):
         config.changed({"model.layers": "attention gru"})
     hybrid = RunConfig.of({"model.attention.window": 16}).changed({"model.layers": "gated_delta*3 attention"})
     assert [getattr(layer, "window", 0) for layer in hybrid.model.layers] == [0, 0, 0, 16]
@@ -279,12 +275,12 @@ def test_option_of_one_layer_without_effect_is_an_error():
         config.check_effects()
 
 
-def test_width_and_heads_that_fit_one_another_alone_are_changed_at_once():
+def test_width_and_heads_can_be_changed_together():
     config = RunConfig.of({"model.width": 96, "model.num_heads": 6})
     assert config.changed({"model.num_heads": 5, "model.width": 80}).model.width == 80
 
 
-def test_what_makes_layers_is_their_value():
+def test_layers_accept_masks_score_mods_classes_and_names():
     for value in (masks.SlidingWindow(3), np.eye(4, dtype=bool), score_mods.SoftCap(2.0), near, Reaching, "gru"):
         (layer,) = RunConfig.of({"model.layers": value}).model.layers
         assert isinstance(layer, LayerConfig) and KINDS[layer.kind] is type(layer)
@@ -292,7 +288,7 @@ def test_what_makes_layers_is_their_value():
         RunConfig.of({"model.layers": 5})
 
 
-def test_model_of_a_run_has_the_precision_and_the_paths_are_absolute(tmp_path, monkeypatch):
+def test_run_config_sets_model_dtype_and_absolute_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = RunConfig(precision="bfloat16", init_from="a", model=ModelConfig(width=64))
     assert config.model.dtype == "bfloat16" and config.init_from == f"{tmp_path}/a" and config.model.vocab_size == 1

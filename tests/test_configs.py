@@ -44,11 +44,11 @@ def test_experiment_builds_and_documents_its_command(named):
 
 def test_model_sizes_match_nanogpt_and_gpt2():
     by_name = {file.stem: module(file).get_config() for file in FILES}
-    # nanoGPT's CPU recipe has 804,096 parameters at 65 characters: 8,192 of them learned positions, where rotary ones
-    # have none and the two norms of queries and keys have 256.
+    # nanoGPT's CPU recipe has 804,096 parameters at 65 characters, 8,192 of them for learned positions. Rotary ones
+    # have none, and the two norms of queries and keys have 256.
     assert parameters(by_name["quickstart"], 65) == 804_096 - 64 * 128 + 4 * 2 * 32
     gpt2 = by_name["gpt2_124m"]
-    # Less GPT-2's biases: 11 times its width a block, once at the end; more a padded vocabulary.
+    # Without GPT-2's biases (11 times the width per block, the width once at the end), with a padded vocabulary.
     assert parameters(gpt2, 256) == 124_439_808 - (12 * 11 + 1) * 768 + (50_304 - 50_257) * 768
     assert by_name["quickstart"].steps * by_name["quickstart"].batch_size * 64 == 2000 * 768
     small = by_name["gpt_30m"]
@@ -61,10 +61,10 @@ def test_config_round_trips_through_json():
     assert saved == config
     config = config.changed({"parallel.strategy": "pmap", "checkpoint.every": 3, "log.every": 7})
     assert config.difference(saved) == ""
-    assert config.changed({"seed": 5}).difference(saved) == "config.seed = 5, there it was 0"
+    assert config.changed({"seed": 5}).difference(saved) == "config.seed = 5, but it was 0"
 
 
-def test_files_of_the_current_folder_do_not_take_the_place_of_names(tmp_path, monkeypatch):
+def test_files_in_the_current_folder_do_not_shadow_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("quickstart", "mine", "mine.py"):
         Path(name).write_text("raise SystemExit('executed')")

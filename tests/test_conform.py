@@ -1,4 +1,4 @@
-"""The command that holds a function to the specification."""
+"""The command that checks a function against the specification."""
 
 import json
 import sys
@@ -55,7 +55,7 @@ def run(*words):
     return conform.main(["attnlab conform", *words])
 
 
-def test_right_function_ends_with_0_and_writes_json_and_page(here, capsys):
+def test_right_function_exits_with_0_and_writes_json_and_page(here, capsys):
     assert run("mine:right", "--features=causal,masked rows", "--cases=2", "--nogradients", "--out=found") == 0
     found = json.loads((here / "found" / "conformance.json").read_text())
     assert [(row["feature"], row["outcome"]) for row in found["rows"]] == [
@@ -70,16 +70,16 @@ def test_right_function_ends_with_0_and_writes_json_and_page(here, capsys):
 
 def test_folder_with_other_files_or_in_use_is_refused(here, capsys):
     (here / "found").mkdir()
-    (here / "found" / "conformance.json").touch()  # of an earlier check
+    (here / "found" / "conformance.json").touch()  # left by an earlier check
     with paths.claim(here / "found", "--out", lambda names: ""):
         assert run("mine:right", "--features=causal", "--cases=1", "--out=found") == 2
-    assert "--out=found: another command runs there" in capsys.readouterr().err
+    assert "--out=found: another command is running there" in capsys.readouterr().err
     (here / "found" / "mine.txt").touch()
     assert run("mine:right", "--features=causal", "--cases=1", "--out=found") == 2
-    assert "--out=found holds mine.txt, and not an earlier check alone" in capsys.readouterr().err
+    assert "--out=found holds mine.txt, which is no result of an earlier check" in capsys.readouterr().err
 
 
-def test_mask_that_an_adapter_ignores_ends_with_1_and_shows_the_call(here, capsys):
+def test_ignored_mask_exits_with_1_and_shows_the_call(here, capsys):
     options = ["--adapter=mine:adapt", "--features=window,bias", "--cases=2", "--nogradients", "--out=found"]
     assert run("attnlab:attention", *options) == 1
     out = capsys.readouterr().out
@@ -87,14 +87,14 @@ def test_mask_that_an_adapter_ignores_ends_with_1_and_shows_the_call(here, capsy
     assert json.loads((here / "found" / "conformance.json").read_text())["rows"][1]["outcome"] == "ignored"
 
 
-def test_function_that_ends_its_process_is_reported_and_checked_on(here, capsys):
+def test_crashing_function_is_reported_and_checks_continue(here, capsys):
     assert run("mine:crashes", "--features=causal,bias,plain", "--cases=2", "--nogradients") == 1
     lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[:3]]
     assert lines == [["causal", "wrong"], ["bias", "wrong"], ["plain", "right"]]
 
 
 @pytest.mark.slow
-def test_function_that_does_not_return_is_reported_and_checked_on(here, capsys):
+def test_hanging_function_is_reported_and_checks_continue(here, capsys):
     assert run("mine:hangs", "--features=causal,plain", "--cases=2", "--nogradients", "--timeout=15") == 1
     causal, plain, last = capsys.readouterr().out.splitlines()
     assert causal.endswith("it did not return within 15 s (--timeout)") and plain.split()[1] == "right"
@@ -110,7 +110,7 @@ def test_recurrence_is_checked_by_its_features(here, capsys):
     ]
 
 
-def test_missing_platform_is_no_verdict(here, capsys, monkeypatch):
+def test_missing_platform_gives_no_verdict(here, capsys, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "nosuch")
     assert run("mine:right", "--features=plain") == 2
     assert capsys.readouterr().err.startswith("error: JAX finds no device: Unable to initialize backend 'nosuch'")
@@ -119,7 +119,7 @@ def test_missing_platform_is_no_verdict(here, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["quits:f"], "quits:f: it ended its process with 0"),
+        (["quits:f"], "quits:f: it ended its process with exit code 0"),
         slow(["mine:recurrence", "--features=causal"], "mine:recurrence refused all features, so nothing was compared"),
         (["mine:right", "--features=decay"], "features of a linear recurrence need --recurrence"),
         (["mine:right", "--dtype=bfloat16"], "--dtype is for a linear recurrence: add --recurrence, or remove it"),
@@ -129,7 +129,7 @@ def test_missing_platform_is_no_verdict(here, capsys, monkeypatch):
         (["mine:right", "--features=flash"], "--features: 'flash' is unknown: use some of plain"),
     ],
 )
-def test_mistakes_of_a_user_are_one_line(here, words, message, capsys):
+def test_user_mistake_prints_one_line(here, words, message, capsys):
     assert run(*words) == 2
     error = capsys.readouterr().err.strip()
     assert message in error and len(error.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Commands with custom layers: trained, resumed, sampled, looked into, compared; never run unasked."""
+"""Commands that train, resume, sample, show and compare custom layers; none runs custom code without --import."""
 
 import contextlib
 import contextvars
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("shared_programs", "registry")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """(The user's file, the folder of a run with its layer, the last line that the command printed)."""
+    """(The user's file, the folder of a run with its layer, the last line that the command prints)."""
     folder = tmp_path_factory.mktemp("custom")
     (folder / "mine.py").write_text(SOURCE)
     words = [f"--import={folder}/mine.py", "--config.model.layers=Average", "--config.model.Average.decay=0.5"]
@@ -49,7 +49,7 @@ def test_config_remembers_the_file_and_the_recommended_command_works(trained):
 
 
 @pytest.mark.parametrize("main", [sample.main, see, train.main], ids=["sample", "see", "train"])
-def test_folder_that_names_code_runs_none_unless_it_is_imported_again(trained, tmp_path, capsys, main):
+def test_run_folder_with_code_runs_none_of_it_without_import(trained, tmp_path, capsys, main):
     file, folder, _ = trained
     shutil.copytree(folder, tmp_path / "downloaded")
     words = ["command", f"--workdir={tmp_path}/downloaded"]
@@ -66,7 +66,7 @@ def test_folder_that_names_code_runs_none_unless_it_is_imported_again(trained, t
     assert f"--import={copy}" in shown or main is not train.main
 
 
-def test_run_goes_on_after_an_edit_unless_it_changes_the_code_of_its_layer(trained, tmp_path, capsys):
+def test_run_resumes_after_an_edit_unless_its_layer_changed(trained, tmp_path, capsys):
     file, workdir = trained[0], shutil.copytree(trained[1], tmp_path / "run")
     words = [f"--import={file}", "--config.model.layers=Average", "--config.model.Average.decay=0.5"]
     try:
@@ -81,9 +81,9 @@ def test_run_goes_on_after_an_edit_unless_it_changes_the_code_of_its_layer(train
     assert f"the code of 'Average' in {file} has changed since {workdir} began" in capsys.readouterr().err
 
 
-def test_imported_file_that_no_layer_is_from_is_an_error(trained, tmp_path, capsys):
+def test_imported_file_used_by_no_layer_is_an_error(trained, tmp_path, capsys):
     assert run(tmp_path / "run", f"--import={trained[0]}") == 2
-    line = f"--import={trained[0]}: no layer is from it, as they are attention: set config.model.layers"
+    line = f"--import={trained[0]}: no layer comes from it (layers: attention): set config.model.layers"
     assert capsys.readouterr().err == f"error: {line}\n"
 
 
@@ -99,7 +99,7 @@ def test_train_takes_layers_mask_and_score_mod(tmp_path, capsys):
     (layer,) = run.load().model.config.layers
     assert (layer.mask, layer.score_mod) == (passed["mask"], (ScoreFn(passed["score_mod"]),))
     assert attnlab.load(tmp_path / "parts", score_mod=passed["score_mod"]).model.config.layers == (layer,)
-    with pytest.raises(UserError, match=r"^mask = SlidingWindow\(left=4, .*, but layers of attention have .*left=3, "):
+    with pytest.raises(UserError, match=r"^mask = SlidingWindow\(left=4, .*, but attention layers have .*left=3, "):
         attnlab.load(tmp_path / "parts", mask=SlidingWindow(left=4))
     with pytest.raises(
         UserError, match=r"another config .config.model.attention.mask = SlidingWindow\(left=4, .*left=3"
@@ -108,11 +108,11 @@ def test_train_takes_layers_mask_and_score_mod(tmp_path, capsys):
     train.train(config, tmp_path / "layers", layers=Doubling)
     assert config.model.layers == "attention"
     assert attnlab.load(tmp_path / "layers").model.config.layers[0].module is Doubling
-    with pytest.raises(UserError, match="score_mod= is for attention, and layers of Doubling have none: leave it out"):
+    with pytest.raises(UserError, match="score_mod= applies to attention, which Doubling layers do not have: remove"):
         train.train(config, tmp_path / "both", layers=Doubling, score_mod=SoftCap(5.0))
 
 
-def test_run_of_two_layers_of_a_kind_and_a_mask_resumes_and_is_read_by_commands(tmp_path, capsys):
+def test_run_with_two_configs_of_a_kind_and_a_mask_resumes(tmp_path, capsys):
     bias = RelativeBias(np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3))
     masked = AttentionConfig(mask=SlidingWindow(left=3) | PrefixLM(2), score_mod=bias)
     config = configs.completed(quick(steps=2)).changed({"model.layers": (AttentionConfig(window=4), masked)})
@@ -122,14 +122,14 @@ def test_run_of_two_layers_of_a_kind_and_a_mask_resumes_and_is_read_by_commands(
         attnlab.load(tmp_path / "run").model.config.layers == config.model.layers == (AttentionConfig(window=4), masked)
     )
     assert train.is_finished(config, tmp_path / "run")
-    with pytest.raises(UserError, match=r"another config .config.model.layers\[0\].window = 8, there it was 4"):
+    with pytest.raises(UserError, match=r"another config .config.model.layers\[0\].window = 8, but it was 4"):
         train.train(config.changed({"model.layers[0].window": 8}), tmp_path / "run")
     capsys.readouterr()
     assert train.main(["train", f"--workdir={tmp_path}/run", "--config.steps=3", "--config.log.every=1"]) == 0
     assert sample.main(["sample", f"--workdir={tmp_path}/run", "--max_tokens=3"]) == 0
     assert attnlab.load(tmp_path / "run", 3).model.config.layers[1] == masked
     assert train.main(["train", f"--workdir={tmp_path}/run", "--config.model.attention.window=8"]) == 2
-    assert "another config (config.model.layers[0].window = 8, there it was 4)" in capsys.readouterr().err
+    assert "another config (config.model.layers[0].window = 8, but it was 4)" in capsys.readouterr().err
 
 
 EXPERIMENT = """
@@ -148,7 +148,7 @@ def get_config():
 """
 
 
-def test_commands_read_a_run_with_a_function_of_a_file_that_they_import(tmp_path, capsys):
+def test_commands_load_a_run_with_a_function_from_an_imported_file(tmp_path, capsys):
     (file := tmp_path / "mine.py").write_text(EXPERIMENT)
     words = [f"--config={file}", *SMALL[1:], "--config.model.num_layers=2", f"--workdir={tmp_path}/run"]
     assert train.main(["train", *words, "--config.steps=2"]) == 0
@@ -164,19 +164,19 @@ def test_commands_read_a_run_with_a_function_of_a_file_that_they_import(tmp_path
 FACTOR = 0.1
 
 
-def test_function_is_another_one_after_an_edit_of_what_it_uses(tmp_path, monkeypatch):
+def test_edit_of_a_global_that_a_function_uses_is_noticed(tmp_path, monkeypatch):
     run = train.train(quick(steps=2, sample__length=0), tmp_path / "run", score_mod=steep)
     assert run.load().config.steps == 2
     monkeypatch.setitem(globals(), "FACTOR", 0.2)
     with pytest.raises(UserError, match="of 'steep' in .*test_custom_layers.py has changed since .*, its gradient, by"):
-        contextvars.Context().run(run.load)  # as a call of its own: those of this module share their traces
+        contextvars.Context().run(run.load)  # in a new context: calls in this module share their traces
 
 
 def steep(score, b, h, i, j):
     return score - FACTOR * (i - j)
 
 
-def test_own_model_says_its_precision_and_what_works(tmp_path, capsys):
+def test_custom_model_prints_its_precision_and_how_to_load_it(tmp_path, capsys):
     config = quick(steps=2, data__tokenizer="byte", precision="auto")
     train.train(config, tmp_path / "run", model=Bigram())
     shown = capsys.readouterr().out
@@ -189,13 +189,13 @@ def test_own_model_says_its_precision_and_what_works(tmp_path, capsys):
     ):
         train.train(config, tmp_path / "run", model=Bigram(300))
     config.precision = "bfloat16"
-    with pytest.raises(UserError, match="config.precision = 'bfloat16', but Bigram computes in float32: leave it out"):
+    with pytest.raises(UserError, match="config.precision = 'bfloat16', but Bigram computes in float32: remove it"):
         train.train(config, tmp_path / "other", model=Bigram())
 
 
-def test_part_of_a_gpt_beside_an_own_model_is_an_error(tmp_path):
+def test_gpt_options_with_a_custom_model_are_an_error(tmp_path):
     for name, part in {"mask": SlidingWindow(3), "score_mod": SoftCap(2.0), "layers": Doubling}.items():
-        with pytest.raises(UserError, match=f"^{name}= is for the config's GPT, and model= takes its place"):
+        with pytest.raises(UserError, match=f"^{name}= applies to the config's GPT, which model= replaces"):
             train.train(quick(), tmp_path / "run", model=Bigram(), **{name: part})
     assert not (tmp_path / "run").exists()
 
@@ -230,7 +230,7 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.slow
-def test_layer_that_remembers_is_compared_and_its_runs_are_found_again(tmp_path, capsys):
+def test_layer_with_global_state_is_compared_and_its_runs_are_reused(tmp_path, capsys):
     variants = {"softmax": {}, "mine": Remembering}
     options = {"workdir": tmp_path / "compared", "seeds": 2, "learning_rates": [1e-2]}
     found = comparing.compare([*SMALL, "--config.sample.length=0"], variants, **options)

@@ -1,7 +1,7 @@
-"""Gradients of each argument as users compile them, against float64: a compiler's fault shows in few of many programs.
+"""Gradients of each argument, compiled as for users, against float64: compiler faults show in few of many programs.
 
-jaxlib 0.10.2 computes some sums of products wrongly on CPUs (JAX issue 39103), of which a program has more or fewer by
-the arguments that it takes gradients of, and by the shape of the cotangent.
+jaxlib 0.10.2 computes some sums of products wrongly on CPUs (JAX issue 39103). How many of them a program has
+depends on the arguments that it differentiates and on the shape of the cotangent.
 """
 
 import functools
@@ -44,7 +44,7 @@ Q = {name: normal(BATCH, LENGTH, HEADS, SIZE) for name in "qkv"}
 BIAS = {"bias": normal(1, HEADS, LENGTH, LENGTH)}
 MODS = {"slopes": abs(normal(HEADS)), "table": normal(HEADS, 9), "sinks": normal(HEADS)}
 RATES = {"g": -abs(normal(BATCH, LENGTH, HEADS)), "beta": abs(normal(BATCH, LENGTH, HEADS)) / 4}
-PAIRS = 3  # of arguments, first those without q, k and v
+PAIRS = 3  # of arguments; pairs without q, k and v come first
 ALL = ("full", "ones", "examples")
 # By name: a function, its arguments, and the kinds of cotangents.
 OPERATORS = {
@@ -71,7 +71,7 @@ LAYERS = {
 
 
 def gradients(function, cotangent, chosen, others, weights):
-    """The gradients of the `chosen` arguments of `function(**chosen, **others)` for a cotangent of a kind."""
+    """The gradients of the `chosen` arguments of `function(**chosen, **others)` for a kind of cotangent."""
 
     def loss(chosen):
         out = function(**chosen, **others)
@@ -83,13 +83,13 @@ def gradients(function, cotangent, chosen, others, weights):
 
 
 def weights_of(cotangent, out):
-    """Weights of the outputs, or of the examples; None for none."""
+    """Weights of the outputs or of the examples; None for the other kinds of cotangent."""
     shapes = {"full": out.shape, "examples": (out.shape[0], *[1] * (out.ndim - 1))}
     return np.random.default_rng(1).standard_normal(shapes[cotangent]) if cotangent in shapes else None
 
 
 def assert_equal_float64(function, arguments, chosen, cotangents, wide_function=None):
-    """The gradients of each of some groups of arguments, for each cotangent, in a program of its own."""
+    """Check the gradients of each group of arguments for each kind of cotangent, each in a separate program."""
     out = jax.eval_shape(lambda arguments: function(**arguments), arguments)
     for cotangent in cotangents:
         weights = weights_of(cotangent, out)
@@ -106,8 +106,8 @@ def assert_equal_float64(function, arguments, chosen, cotangents, wide_function=
 
 
 def assert_near(found, exact, message):
-    """Sums of up to 2^17 terms of either sign, whose roundings of 2^-24 add like a random walk's steps, to 2^-15.5, and
-    a factor of 11 for the passes before. A wrong fusion is off by as much as the gradient, or more."""
+    """Sums of up to 2^17 terms of either sign, whose roundings of 2^-24 add up like a random walk to 2^-15.5, with a
+    factor of 11 for the passes before. A wrong fusion is off by at least as much as the gradient."""
     largest = max(np.abs(x).max() for x in jax.tree.leaves(exact))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2.0**-12 * largest, err_msg=message)
@@ -128,7 +128,7 @@ def test_gradients_of_inputs_and_parameters_of_a_layer_equal_float64(name):
     def apply(module, variables, x):
         return module.apply(variables, x)
 
-    wide = module.clone(dtype=np.float64) if name == "gru" else module  # its state is float32 by itself
+    wide = module.clone(dtype=np.float64) if name == "gru" else module  # its state is otherwise float32
     function, wide_function = (functools.partial(apply, each) for each in (module, wide))
     chosen = [("x",), ("variables",), ("x", "variables")]
     assert_equal_float64(function, arguments, chosen, ("full", "ones"), wide_function)

@@ -27,7 +27,7 @@ FIELDS = {
     "steps": 40, "precision": "float32", "batch_size": 8, "model.num_layers": 2, "model.width": 32,
     "model.context": 32, "model.dropout": 0.1, "eval.every": 10, "eval.windows": 16, "checkpoint.every": 8,
     "log.every": 2, "log.tensorboard": False, "sample.every": 0, "sample.length": 8, "parallel.timeout": 120,
-    "optimizer.learning_rate": 1e-3,  # larger ones amplify the rounding of sums in another order
+    "optimizer.learning_rate": 1e-3,  # larger rates amplify the rounding of reordered sums
 }  # fmt: skip
 LONG = FIELDS | {"steps": 320, "checkpoint.every": 80, "eval.every": 80}
 ENVIRONMENT = os.environ | {"PYTHON": sys.executable, "XLA_FLAGS": ""}
@@ -109,7 +109,7 @@ def test_two_processes_equal_one(alone, tmp_path, launcher, options):
 
 @pytest.mark.slow
 def test_two_local_processes_end_early_at_the_same_step(tmp_path):
-    """At this learning rate no parameter changes, and so the validation loss does not."""
+    """At this learning rate no parameter changes, so the validation loss stays the same."""
     still = FIELDS | {"eval.patience": 2, "optimizer.learning_rate": 1e-30}
     code, out = run(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", still))
     assert code == 0 and out.count("stopped early at step 30 of 40") == 1, out
@@ -118,7 +118,7 @@ def test_two_local_processes_end_early_at_the_same_step(tmp_path):
 
 @pytest.mark.slow
 def test_sigterm_stops_both_processes_after_the_same_step(two, tmp_path):
-    """They go on as if never stopped, and one process alone to rounding."""
+    """Both resume as if never stopped; a single process resumes up to rounding."""
     process = started(LAUNCH / "local.sh", 2, *arguments(tmp_path / "run", LONG))
     wait_for_step(40, tmp_path / "run")
     process.send_signal(signal.SIGTERM)
@@ -129,7 +129,7 @@ def test_sigterm_stops_both_processes_after_the_same_step(two, tmp_path):
         code, out = run(*command, *arguments(tmp_path / name, LONG))
         assert code == 0 and "resumed from step" in out, out
     assert records(tmp_path / "run") == records(two)
-    np.testing.assert_allclose(losses(tmp_path / "alone"), losses(two), rtol=1e-5)  # sums in another order, 320 steps
+    np.testing.assert_allclose(losses(tmp_path / "alone"), losses(two), rtol=1e-5)  # reordered sums over 320 steps
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_tpu_launcher_recreates_a_preempted_slice(tmp_path):
     (tmp_path / "preempted").unlink()
     (tmp_path / "gcloud").write_text(GCLOUD.replace("PREEMPTED", "READY"))
     code, out = run(LAUNCH / "tpu_vm.sh", *SANCHO, **options)
-    assert code == 1 and "the run ended with an error; the slice is kept" in out, out
+    assert code == 1 and "the run ended with an error; the slice still exists" in out, out
 
 
 def test_slurm_dry_run_prints_its_command():
@@ -219,7 +219,7 @@ def test_launcher_help_is_its_header(name):
     assert code == 0 and f"launch/{name}" in out and not re.search("^#|SBATCH", out, re.M)
 
 
-def test_contradictory_environment_is_one_line(tmp_path, capsys, monkeypatch):
+def test_contradictory_environment_prints_one_line(tmp_path, capsys, monkeypatch):
     environment = {"JAX_COORDINATOR_ADDRESS": "localhost:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -240,7 +240,7 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def slurm():
-    """A cluster of this machine: its environment. Jobs of the partition "high" preempt the others."""
+    """The environment of a SLURM cluster on this machine. Jobs in the partition "high" preempt the others."""
     if not all(shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") for name in DAEMONS):
         pytest.skip("SLURM is not installed (Debian: slurmctld slurmd slurm-client munge)")
     folder = Path(tempfile.mkdtemp(prefix="attnlab-slurm-"))  # a socket's path must be short
@@ -321,14 +321,14 @@ class Job:
 
 
 @pytest.mark.slow
-def test_preempted_slurm_job_is_requeued_and_ends_the_same(slurm, two, tmp_path):
+def test_preempted_slurm_job_is_requeued_with_the_same_result(slurm, two, tmp_path):
     job = Job(slurm, tmp_path, "--ntasks=2", fields=LONG)
     wait_for_step(40, job.workdir)
     job.command("sbatch", "--partition=high", "--ntasks=2", "--output=/dev/null", "--wrap=sleep 3")
     job.wait("PENDING")
     assert re.search(r"stopped: step \d+ is saved", job.output.read_text())
     assert json.loads((job.workdir / "config.json").read_text())["steps"] == LONG["steps"]
-    job.command("scontrol", "update", f"JobId={job.number}", "StartTime=now")  # SLURM would wait for two minutes
+    job.command("scontrol", "update", f"JobId={job.number}", "StartTime=now")  # SLURM would otherwise wait two minutes
     job.wait("COMPLETED")
     assert re.search(r"resumed from step \d+", job.output.read_text())
     assert records(job.workdir) == records(two)

@@ -1,4 +1,4 @@
-"""The program `attnlab`: commands by name, and what it says about itself."""
+"""The program `attnlab`: its commands, help and version."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ def test_help_lists_every_command(capsys, words):
     assert all(f"\n  {command} " in out and summary in out for command, (_, summary) in COMMANDS.items())
 
 
-def test_version_is_that_of_the_package(capsys):
+def test_version_matches_the_package(capsys):
     assert main(["attnlab", "--version"]) == 0
     assert capsys.readouterr().out == f"attnlab {attnlab.__version__}\n"
 
@@ -30,14 +30,14 @@ def test_import_sets_no_signal_handler_and_reads_no_argv():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_unknown_command_names_the_nearest(capsys):
+def test_unknown_command_suggests_the_nearest(capsys):
     assert main(["attnlab", "trian"]) == 2
     known = "train, sweep, compare, sample, see, export, plan, study, conform, bench"
     error = capsys.readouterr().err
     assert error == f"error: 'trian' is not a command (did you mean train?): use one of {known}\n"
 
 
-def test_command_help_is_that_of_its_module(capsys):
+def test_command_help_comes_from_its_module(capsys):
     of = {"train": "--workdir", "sweep": "--grid", "sample": "--prompt", "see": "--checkpoints", "export": "--to"}
     of |= {"plan": "--topology", "study": "heads", "bench": "attention"}
     for command, usage in of.items():
@@ -45,7 +45,7 @@ def test_command_help_is_that_of_its_module(capsys):
         assert usage in capsys.readouterr().out
 
 
-def test_arguments_reach_the_command_in_a_process_of_its_own(tmp_path):
+def test_arguments_reach_the_command_in_a_subprocess(tmp_path):
     command = [sys.executable, "-m", "attnlab", "train", "--config=quickstart", "--config.steps=0"]
     run = functools.partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path)
     done = run(command)

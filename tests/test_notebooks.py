@@ -1,4 +1,4 @@
-"""Every notebook has the outputs of its last run; `make lessons` executes all of them, and fails where a cell does."""
+"""Every notebook has the outputs of its last run; `make lessons` executes all of them, and fails if a cell does."""
 
 import ast
 from pathlib import Path
@@ -37,10 +37,10 @@ def test_lesson_5_names_the_axes_of_its_table_of_heads():
 
 
 @pytest.mark.slow
-def test_lesson_is_executed_without_warnings_of_the_kernel(tmp_path, monkeypatch, capfd):
+def test_lesson_runs_without_kernel_warnings(tmp_path, monkeypatch, capfd):
     monkeypatch.syspath_prepend(REPOSITORY / "docs")
     lessons = pytest.importorskip("lessons", reason="the packages of [docs] are not installed", exc_type=ImportError)
-    monkeypatch.setenv("MPLBACKEND", "agg")  # which the lesson's kernel has otherwise; restored afterwards
+    monkeypatch.setenv("MPLBACKEND", "agg")  # `execute` changes it; restored afterwards
     lesson = tmp_path / "lesson.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 + 1")]), lesson)
     lessons.execute(lesson)

@@ -1,4 +1,4 @@
-"""Programs compiled as users compile them, against float64; and the miscompilations that attnlab knows of."""
+"""Programs compiled as for users, against float64; and known miscompilations."""
 
 import functools
 import re
@@ -31,7 +31,7 @@ MODULES = {
     "convolution": nn.CausalConv(3),
     "block": nn.Block(nn.MultiHeadAttention(2), nn.Mlp(19, "silu", gated=True), norm_at="stream"),
 }
-# Programs that reduce products of a few columns, at the size where jaxlib 0.10.2 is wrong; with the columns.
+# Programs that reduce products with few columns, at the size where jaxlib 0.10.2 is wrong; and their columns.
 OF_MANY_ROWS = {
     "norm of a projection": (nn.MultiHeadAttention(1, qk_norm=True, mask=Causal()), 3),
     "rms": (nn.RMSNorm(), 8),
@@ -56,7 +56,7 @@ def in_float64(function, *arguments):
 
 
 def assert_as_exact(found, exact, steps):
-    """Float32 results, each an array or a tree, within `steps` roundings, 2^-24 each, of its largest element."""
+    """Float32 results, arrays or trees, are within `steps` roundings of 2^-24 relative to the largest element."""
     for a, b in zip(found, exact, strict=True):
         largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(b))
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -97,7 +97,7 @@ def test_optimized_module_equals_float64(name):
         # Gradients of the parameters are sums of 32,769 terms of either sign.
         (module, width), steps = OF_MANY_ROWS[name], 2000
         x = np.random.default_rng(0).standard_normal((32_769, 1, width)).astype(np.float32)
-    wide = module.clone(dtype=jnp.float64) if name == "gru" else module  # its state is float32 by itself
+    wide = module.clone(dtype=jnp.float64) if name == "gru" else module  # its state is otherwise float32
     params = parameters(module, x[:1])
     exact = in_float64(functools.partial(with_gradients, wide.apply), params, x)
     assert_as_exact(optimized(functools.partial(with_gradients, module.apply))(params, x), exact, steps)
@@ -142,7 +142,7 @@ def test_optimized_cross_entropy_equals_float64():
     assert_as_exact(found, in_float64(jax.value_and_grad(plain), (features, embedding)), steps=200)
 
 
-def test_reduction_after_batched_products_is_wrong_on_jaxlib_0_10_2_alone():
+def test_reduction_after_batched_products_is_wrong_only_on_jaxlib_0_10_2():
     """JAX issue 39103."""
 
     def norms(rows):
@@ -156,8 +156,8 @@ def test_reduction_after_batched_products_is_wrong_on_jaxlib_0_10_2_alone():
     np.testing.assert_allclose(right, exact, rtol=4 * 2.0**-24)
 
 
-def test_slice_written_over_a_shifted_copy_of_itself_is_wrong_up_to_jaxlib_0_12():
-    """XLA issue 49176: 1 1 1 1 for 1 1 2 3, without the reshape it is right. attnlab has no such program."""
+def test_overlapping_slice_update_is_wrong_up_to_jaxlib_0_12():
+    """XLA issue 49176: 1 1 1 1 instead of 1 1 2 3; right without the reshape. attnlab has no such program."""
 
     def shifted(x):
         x = x + 1
@@ -168,7 +168,7 @@ def test_slice_written_over_a_shifted_copy_of_itself_is_wrong_up_to_jaxlib_0_12(
 
 
 @pytest.mark.parametrize("length", [128, 1024])  # tiles one by one, heads one by one
-def test_bfloat16_of_attention_is_multiplied_as_such(length):
+def test_attention_multiplies_bfloat16_without_conversion(length):
     x = jax.ShapeDtypeStruct((2, length, 2, 64), jnp.bfloat16)
     plain = jax.ShapeDtypeStruct((4, 64, 64), jnp.bfloat16)
     as_float32 = compiled_text(lambda x, y: jnp.matmul(x, y, preferred_element_type="float32"), plain, plain)

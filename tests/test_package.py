@@ -29,7 +29,7 @@ REPOSITORY = PACKAGE.parent
 LIGHT = {"attnlab", "jaxtyping", "ml_collections"}  # neither JAX nor optax, orbax, TFDS, grain, matplotlib
 
 
-def test_import_loads_no_heavy_dependency_and_jax_when_a_name_is_first_used():
+def test_import_is_light_and_first_use_of_a_name_loads_jax():
     loaded = "{name.split('.')[0] for name in sys.modules}"
     program = f"import sys; before = {loaded}; import attnlab; print(*({loaded} - before))"
     program += "; attnlab.attention; assert 'jax' in sys.modules"
@@ -57,11 +57,12 @@ FLOORS = (
     {"compare"},
     {"__main__"},
 )
-IMPORTABLE = {"ops": {"attnlab", "jax", "jaxtyping", "jla", "numpy"}, "support": {"attnlab", "jax", "rich"}}
+PEERS = {"jla", "fa4_jax", "cutlass"}
+IMPORTABLE = {"ops": {"attnlab", "jax", "jaxtyping", "numpy", *PEERS}, "support": {"attnlab", "jax", "rich"}}
 
 
 def imports(path: Path) -> set[str]:
-    """The modules that a file imports, anywhere in it; with their package for relative imports."""
+    """The modules that a file imports anywhere, and the names that it imports from them."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -89,8 +90,8 @@ def test_imports_only_go_down():
                 assert floor_of[other] < floor_of[unit], f"{name} imports from {other}"
 
 
-def test_classes_that_other_folders_import_have_names_of_their_own():
-    """Or come from one place: `Run` is another thing in `attnlab.see`, which alone imports it."""
+def test_classes_imported_across_folders_have_unique_names():
+    """Names may repeat if other folders import only one of the classes: `attnlab.see` has its own `Run`."""
     classes = {}
     for name, path in SOURCES.items():
         for node in ast.parse(path.read_text()).body:
@@ -110,9 +111,9 @@ def test_lower_floors_import_only_these_libraries():
             assert {module.split(".")[0] for module in imported} - sys.stdlib_module_names <= IMPORTABLE[unit], name
 
 
-def test_modules_do_not_import_each_other_in_a_circle():
+def test_modules_have_no_import_cycles():
     graph = {name: (found & set(IMPORTS)) - {name, "attnlab"} for name, found in IMPORTS.items() if name != "attnlab"}
-    for package in {name for name, path in SOURCES.items() if path.name == "__init__.py"}:  # its face is no part of it
+    for package in {name for name, path in SOURCES.items() if path.name == "__init__.py"}:  # without its `__init__`
         for name in graph:
             if any(found.startswith(f"{package}.") for found in graph[name]):
                 graph[name] = graph[name] - {package}
@@ -138,7 +139,7 @@ PUBLIC = {
 
 
 def documented():
-    """The other names of the reference in `docs/`: parts that are documented, and may change."""
+    """Yield the other names in the reference in `docs/`: documented, but subject to change."""
     for page in (REPOSITORY / "docs" / "reference").glob("*.md"):
         for path, members in re.findall(r"^::: (\S+)\n(?:.*members: \[(.*)\])?", page.read_text(), re.MULTILINE):
             for name in members.split(", ") if members else [""]:
@@ -158,7 +159,7 @@ def test_public_names_have_docstrings():
 
 
 def run_examples(name, value, **names) -> bool:
-    """Whether the docstrings of a name and its methods have examples; they run, with some names as globals."""
+    """Run the examples in the docstrings of a name and its methods, with extra globals; returns whether any exist."""
     names = NAMES | {"jax": jax, "jnp": jnp, "np": np, "Path": Path} | names
     examples = doctest.DocTestFinder().find(value, name, module=False, globs=names)
     for test in examples:
@@ -168,7 +169,7 @@ def run_examples(name, value, **names) -> bool:
 
 @pytest.mark.parametrize("of_models", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_public_names_have_examples_that_run(of_models):
-    """In one process, where examples share the programs of single operations; those of models have most of them."""
+    """In one process, so that examples share the programs of single operations; examples of models compile most."""
     has_torch = importlib.util.find_spec("torch") is not None
     for name, value in PUBLIC.items():
         needs_torch = "torch" in name or name.endswith("to_hf")
@@ -211,7 +212,7 @@ def test_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     names = {}
     for n, block in enumerate(blocks(page, "python")):
         name = f"<{page.name} {n}>"
-        linecache.cache[name] = len(block), None, block.splitlines(True), name  # as that of a notebook's cell
+        linecache.cache[name] = len(block), None, block.splitlines(True), name  # as IPython does for a notebook's cell
         exec(compile(block, name, "exec"), names)
 
 
@@ -236,7 +237,7 @@ def documented_commands():
                 yield shlex.split(line)[1:]
 
 
-def test_documented_commands_name_what_exists(capsys):
+def test_documented_commands_and_options_exist(capsys):
     commands = {tuple(command) for command in documented_commands()}
     assert len(commands) > 10
     for command, *options in commands:
@@ -274,7 +275,7 @@ def test_package_is_typed_and_has_no_namespace_packages():
     assert json.loads(json.dumps(attnlab.__all__)) == sorted(attnlab.__all__)
 
 
-def test_layout_in_the_documentation_is_the_tree():
+def test_documented_layout_matches_the_tree():
     lines = "".join(blocks(REPOSITORY / "docs" / "development.md", "text")).splitlines()
     documented = {line.split()[0] for line in lines}
     folders = {f"attnlab/{path.parent.name}" for path in PACKAGE.glob("*/__init__.py")} | {"attnlab/*.py"}

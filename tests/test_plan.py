@@ -1,4 +1,4 @@
-"""Plans: what the command prints, writes and refuses, here and for hardware that is not here."""
+"""Plans: what the command prints, writes and refuses, for this machine and for other hardware."""
 
 import importlib.util
 import json
@@ -43,8 +43,8 @@ def test_plan_of_this_machine_is_printed_and_written(capsys, tmp_path):
     file = tmp_path / "plan.json"
     code, out, _ = run(capsys, f"--json={file}")
     assert code == 0
-    assert out.startswith("quickstart on here: compiled on this machine 4 devices of kind cpu\n")
-    assert "fits             unknown: nothing tells this device's memory\n" in out
+    assert out.startswith("quickstart on here: compiled on this machine for 4 devices of kind cpu\n")
+    assert "fits             unknown: this device does not report its memory\n" in out
     written = json.loads(file.read_text())
     assert written["mesh"] == {"data": 4, "fsdp": 1, "context": 1, "tensor": 1} and written["devices"] == 4
     assert written["attention"] == {"block_0": "dense"}
@@ -56,16 +56,16 @@ def test_plan_of_this_machine_is_printed_and_written(capsys, tmp_path):
 
 
 def compiled(step, lower, parallel, topology):
-    """In place of compiling: a program whose peak is a MiB."""
+    """Replaces compiling: a program whose peak is one MiB."""
     return Program(2**18, 2**18, 2**20, 0.0, {}, 0, {}, {}, "")
 
 
 def training_only(step, *arguments, real=plans._compiled):
-    """In place of compiling both steps."""
+    """Replaces compiling, except for the training step."""
     return (real if step == "training" else compiled)(step, *arguments)
 
 
-def test_work_stands_beside_its_floor(monkeypatch):
+def test_work_is_shown_with_its_floor(monkeypatch):
     done = compiled("training", None, None, None)._replace(launches=1234, moved=6 * 10**9)
     monkeypatch.setattr(plans, "_compiled", lambda *_: done)
     there = topologies.find("here")
@@ -90,7 +90,7 @@ def test_split_state_has_smaller_arguments_than_replicated(monkeypatch):
 
 
 @pytest.mark.parametrize("mib, code, verdict", [(1.5, 0, "yes"), (1.1, 1, "no")])
-def test_run_that_does_not_fit_beside_its_optimizer_exits_with_1(capsys, monkeypatch, mib, code, verdict):
+def test_exit_code_says_whether_run_and_optimizer_fit(capsys, monkeypatch, mib, code, verdict):
     here = topologies.find("here")
     monkeypatch.setattr(topologies, "find", lambda name: here._replace(usable_gib=mib / 1024))
     monkeypatch.setattr(plans, "_compiled", compiled)
@@ -103,12 +103,12 @@ def failing(monkeypatch, message):
     monkeypatch.setattr(jax.stages.Lowered, "compile", mock.Mock(side_effect=jax.errors.JaxRuntimeError(message)))
 
 
-def test_refused_program_still_has_a_table_and_another_failure_is_one_line(monkeypatch):
+def test_out_of_memory_still_gives_a_table_and_other_failures_one_line(monkeypatch):
     small = config()
     failing(monkeypatch, "RESOURCE_EXHAUSTED: Ran out of memory: Used 17.5G of 15.75G hbm.")
     planned = plans.plan(small, topologies.find("here"))
     assert planned.fits is False and planned.as_dict()["training"]["peak_gib"] == 17.5
-    assert "note: the training step is refused: Ran out of memory: Used 17.5G of 15.75G hbm." in plan.table(planned)
+    assert "note: the compiler refuses the training step: Ran out of memory: Used 17.5G of" in plan.table(planned)
     failing(monkeypatch, "\nINTERNAL: Mosaic failed.\nmore")
     with pytest.raises(UserError, match=r"^the training step does not compile for here: INTERNAL: Mosaic failed\.$"):
         plans.plan(small, topologies.find("here"))
@@ -140,8 +140,8 @@ def test_vocabulary_is_what_the_config_promises(changes, given, size, noted):
     ],
     ids=str,
 )
-def test_attention_is_what_the_operator_would_choose_there(changes, platform, expected):
-    """Layers without attention have their kind in place of a backend."""
+def test_attention_is_what_the_operator_would_choose(changes, platform, expected):
+    """Layers without attention are listed with their kind instead of a backend."""
     model = GPT.of(**{"vocab_size": 10, "num_layers": 2, "num_heads": 2, "width": 128, "context": 32} | changes)
     there = topologies.find("here")._replace(platform=platform)
     layers, rejected = plans.attention_of(model, there, batch=4)
@@ -154,13 +154,13 @@ def test_attention_is_what_the_operator_would_choose_there(changes, platform, ex
     "options, message",
     [
         ([], "--topology is missing"),
-        (["--topology=here", "--json=none/x.json"], "--json=none/x.json: there is no folder none"),
+        (["--topology=here", "--json=none/x.json"], "--json=none/x.json: the folder none is missing"),
         (["--topology=here", "--json=text"], "--json=text exists: give a new file"),
         (["--topology=here", "--vocab_size=0"], "--vocab_size=0"),
     ],
     ids=str,
 )
-def test_wrong_option_is_one_line_and_overwrites_nothing(mistake, monkeypatch, tmp_path, options, message):
+def test_invalid_option_prints_one_line_and_overwrites_nothing(mistake, monkeypatch, tmp_path, options, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("mine")
     assert re.match(f"error: {message}", mistake(plan.main, "--config=quickstart", *options))
@@ -168,7 +168,7 @@ def test_wrong_option_is_one_line_and_overwrites_nothing(mistake, monkeypatch, t
 
 
 def elsewhere(topology, file, *options, **changes):
-    """The plan for hardware that is not here, made by a process of its own, and what that printed."""
+    """The plan for other hardware, from a subprocess, and what the subprocess printed."""
     fields = [f"--config.{field.replace('__', '.')}={value}" for field, value in changes.items()]
     fields += [f"--config.{field}={value}" for field, value in TINY.items() if field.replace(".", "__") not in changes]
     command = [sys.executable, "-m", "attnlab.plan", "--config=quickstart", f"--topology={topology}"]
@@ -189,11 +189,11 @@ BIG = {"model__num_layers": 2, "model__context": 256, "model__width": 128, "prec
 
 
 @pytest.mark.hardware
-def test_plan_for_tpus_uses_splash_attention_in_each_run_of_the_loop(tmp_path):
+def test_plan_for_tpus_counts_splash_attention_in_each_loop_iteration(tmp_path):
     requires("libtpu")
     planned, out = elsewhere("v5e:2x2", tmp_path / "plan.json", **BIG | {"model__num_layers": 5, "model__scan": True})
     assert planned["fits"] is True and planned["devices"] == 4
-    assert "on v5e:2x2: compiled for, never run on 4 device" in out
+    assert "on v5e:2x2: compiled, but not run, for 4 device" in out
     assert set(planned["attention"].values()) == {"splash"}
     assert planned["unknown_loops"] == 0 and planned["kernels"]["splash_mha_fwd_residuals"] == 5
     # The gradients are bfloat16 or float32.
@@ -201,11 +201,11 @@ def test_plan_for_tpus_uses_splash_attention_in_each_run_of_the_loop(tmp_path):
 
 
 @pytest.mark.hardware
-def test_training_that_a_tpu_has_no_memory_for_is_refused(tmp_path):
+def test_training_beyond_the_memory_of_a_tpu_is_refused(tmp_path):
     requires("libtpu")
     planned, out = elsewhere("v5e:2x2", tmp_path / "plan.json", **BIG | {"model__context": 1024, "batch_size": 8192})
     assert planned["fits"] is False and planned["device_gib"] == 15.75 and planned["training"]["peak_gib"] > 15.75
-    assert re.search(r"^fits +no$", out, re.M) and "note: the training step is refused: " in out
+    assert re.search(r"^fits +no$", out, re.M) and "note: the compiler refuses the training step: " in out
 
 
 @pytest.mark.hardware

@@ -90,7 +90,7 @@ def test_lines_have_names_scales_and_bands(log):
     assert len(axes.collections) == 1
 
 
-def test_names_at_the_ends_of_lines_stand_apart_and_bands_have_absolute_ends():
+def test_line_labels_do_not_overlap_and_bands_take_absolute_ends():
     series = {str(n): ([0, 1], [3, 1 + n / 1000]) for n in range(6)} | {"point": ([0.1], [2]), "empty": ([0], [np.nan])}
     spread = {"0": ([2, np.nan], [4, np.nan]), "point": ([1], [5])}
     figure = plots.panels({"": {"series": series, "x": "x", "y": "y", "spread": spread, "labels": "line"}}, "")
@@ -111,7 +111,7 @@ def test_panels_give_a_name_one_color():
     assert one.lines[1].get_color() == two.lines[0].get_color()
 
 
-def test_names_are_no_formulas(tmp_path):
+def test_names_are_not_parsed_as_formulas(tmp_path):
     names = [r"$\frac$", "a$b_$c", r"\$$x"]
     panel = {"series": {name: ([1, 2], [1, 10_000]) for name in names}, "x": "x", "y": "y", "log": "y"}
     curves = plots.panels(dict.fromkeys(names, panel), names[0])
@@ -119,7 +119,7 @@ def test_names_are_no_formulas(tmp_path):
         figure.savefig(tmp_path / "figure.png")
         formulas = [text.get_text() for text in figure.findobj(Text) if text.get_parse_math()]
         assert not set(names) & set(formulas)
-        assert figure is not curves or any(text.startswith("$\\mathdefault{10^") for text in formulas)  # ticks are
+        assert figure is not curves or any(text.startswith("$\\mathdefault{10^") for text in formulas)  # unlike ticks
 
 
 def test_masks_are_drawn_as_visible_pairs_and_long_titles_are_wrapped():
@@ -151,7 +151,7 @@ def test_atlas_of_long_sequences_shows_the_largest_weight_of_each_block():
     assert np.argwhere(shown.filled(0) == 1).tolist() == [[32, 63]]
 
 
-def test_effects_grid_has_numbers_and_is_white_at_zero_where_both_signs_occur():
+def test_effects_grid_has_numbers_and_is_white_at_zero():
     values = [[0.5, -0.25], [0.0, np.nan]]
     axes = plots.effects_grid(values, "Head 1 helps", layers=["first", "second"], label="change (nats)").axes[0]
     assert [text.get_text() for text in axes.texts] == ["0.50", "−0.25", "0.00"]

@@ -26,7 +26,7 @@ def two(tmp_path):
     return tmp_path
 
 
-def test_metrics_are_columns_with_gaps_where_a_record_has_no_such_field(two):
+def test_metrics_columns_have_gaps_where_a_record_lacks_the_field(two):
     columns = attnlab.metrics(two / "*")
     assert columns["run"].tolist() == ["a", "a", "a", "b"] and columns["step"].tolist() == [1, 2, 2, 2]
     assert columns["split"].tolist() == ["train", "val", "final", "val"] and columns["step"].dtype == np.int64
@@ -43,13 +43,13 @@ def test_metrics_take_a_folder_a_list_or_a_glob_and_one_split(two):
     assert set(attnlab.metrics(two / "*")["run"]) == {"a", "b"}
 
 
-def test_metrics_of_runs_of_one_name_are_told_apart(two):
+def test_metrics_distinguish_runs_with_the_same_name(two):
     again = write(two / "later" / "a", {"step": 5, "split": "val", "loss": 1.0})
     assert set(attnlab.metrics([two / "a", again])["run"]) == {str(two / "a"), str(again)}
 
 
 @pytest.mark.parametrize(("name", "message"), [("none", "none .*metrics.jsonl"), ("x*", "matches no folder with a")])
-def test_metrics_of_no_run_are_one_line(tmp_path, name, message):
+def test_metrics_without_a_run_raise_one_line(tmp_path, name, message):
     with pytest.raises(UserError, match=message):
         attnlab.metrics(tmp_path / name)
 

@@ -1,4 +1,4 @@
-"""The sampling command: prompts from files, JSONL, stop strings, scores; mistakes are one line."""
+"""The sampling command: prompts from files, JSONL, stop strings, scores, and one-line errors."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def test_command_prints_the_prompt_and_a_continuation(command):
     first = command("--prompt=el perro", "--max_tokens=12")
     assert first.startswith("el perro") and len(first) == len("el perro") + 12 + 1
     assert command("--prompt=el perro", "--max_tokens=12") == first
-    # The corpus has no new line, which stands for an absent prompt elsewhere: the first token does.
+    # Without a prompt, texts start from a newline, or from token 0 if, as here, the vocabulary has no newline.
     assert len(command("--max_tokens=12").rstrip("\n")) == 12
 
 
@@ -56,7 +56,7 @@ def test_control_characters_are_shown_on_a_terminal_and_kept_in_a_file(command, 
     assert command(*options) == kept.replace("\x1b", r"\x1b").replace("\x07", r"\x07")
 
 
-def test_prompts_of_a_file_become_lines_of_json(command, tmp_path, workdir):
+def test_prompts_from_a_file_become_lines_of_json(command, tmp_path, workdir):
     (tmp_path / "prompts.txt").write_text("el perro\ny lo\nal gato y lo atrapó. el \n")
     options = ["--max_tokens=12", "--num_samples=2", "--batch_size=4", "--seed=3"]
     command(f"--prompts={tmp_path}/prompts.txt", f"--out={tmp_path}/out.jsonl", *options)
@@ -73,7 +73,7 @@ def test_prompts_of_a_file_become_lines_of_json(command, tmp_path, workdir):
     assert "out.jsonl exists" in command("--prompt=x", f"--out={tmp_path}/out.jsonl", code=2)
 
 
-def test_interrupted_file_is_that_of_an_undisturbed_run(command, tmp_path, monkeypatch):
+def test_interrupted_file_ends_like_that_of_an_undisturbed_run(command, tmp_path, monkeypatch):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("el", "y lo", "al")))
     options = [f"--prompts={tmp_path}/prompts.jsonl", "--max_tokens=12", "--batch_size=1"]
     command(*options, f"--out={tmp_path}/whole.jsonl")
@@ -126,13 +126,13 @@ def test_score_prints_nats_and_bits(command, tmp_path, workdir):
         (["--workdir=/no/such/run"], "holds no run"),
         (["--workdir="], "--workdir= is empty"),
         (["--batch_size=0"], "--batch_size=0"),
-        (["--prompt=a", "--prompts=b"], "--prompt and --prompts"),
-        (["--score=b", "--prompt=a"], "--score and --prompt"),
+        (["--prompt=a", "--prompts=b"], "--prompt cannot be combined with --prompts"),
+        (["--score=b", "--prompt=a"], "--score cannot be combined with --prompt"),
         (["--score=/dev/zero"], "--score=/dev/zero cannot be read: not a regular file"),
         (["--prompts={prompts}"], "'日': "),
     ],
 )
-def test_mistake_is_one_line(command, tmp_path, options, message):
+def test_mistake_prints_one_line(command, tmp_path, options, message):
     (tmp_path / "prompts.txt").write_text("el\n日\n")
     line = command(*(option.format(prompts=tmp_path / "prompts.txt") for option in options), code=2)
     assert message in line and line.startswith("error: ") and line.count("\n") == 1

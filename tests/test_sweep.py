@@ -59,20 +59,20 @@ def log(folder, name):
         (["--grid=config.optimizer.learning_rte=1"], "config.optimizer.learning_rte .*did you mean optimizer.learning"),
         (["--grid=config.seed=0,0"], "--grid names seed=0 twice"),
         (["--grid=config.seed=0", "--grid=config.seed=1"], "--grid names config.seed twice"),
-        (["--grid=config.seed=0,1,2 config.steps=5,6"], "config.seed: 3, .*config.steps: 2"),
+        (["--grid=config.seed=0,1,2 config.steps=5,6"], "3 values of config.seed, but 2 of config.steps"),
         (["--grid=config.seed=0,1", "--config.checkpoint.dir=/kept"], "/kept: "),
         (["--grid=config.seed=0,1", "--jobs=-1"], "jobs"),
         (["--grid=config.seed=0,1", "--together=0"], "--together=0: expected auto, or the number of runs, 1 or more"),
     ],
 )
-def test_mistake_is_one_line_before_anything_starts(tmp_path, capsys, options, message):
+def test_mistake_prints_one_line_before_anything_starts(tmp_path, capsys, options, message):
     assert swept(tmp_path / "sweep", *options) == 2
     out, err = capsys.readouterr()
     assert re.search(message, err) and err.startswith("error: ") and err.count("\n") == 1 and not out, err
     assert not (tmp_path / "sweep").exists()
 
 
-def test_folder_with_something_else_is_left_alone(tmp_path, mistake):
+def test_folder_with_other_files_is_left_alone(tmp_path, mistake):
     (tmp_path / "runs.csv").write_text("mine")
     line = mistake(sweep.main, *WITHOUT_DROPOUT, f"--workdir={tmp_path}", "--grid=config.seed=0")
     assert "holds other files and no sweep" in line
@@ -110,7 +110,7 @@ def test_grid_has_the_values_of_its_axes(given, values):
 
 
 def grouped(*given):
-    """The table of groups of a grid: the loss is the seed, and runs with weight_decay=9 fail, but for seed 1."""
+    """The group table of a grid: the loss is the seed, and runs with weight_decay=9 fail except for seed 1."""
     points = grid.points(given, RunConfig())
     rows = []
     for point in points:
@@ -133,7 +133,7 @@ def test_groups_have_the_mean_over_seeds_and_its_interval():
     assert [unfinished["seeds"], unfinished["failed"]] == [0, 2] and np.isnan([first["low"], unfinished["low"]]).all()
 
 
-def test_runs_that_differ_in_more_than_the_seed_are_no_groups():
+def test_no_groups_if_none_or_all_runs_differ_only_in_seed():
     for given in (["config.seed=0,1"], ["config.steps=5,6", "config.seed=3"], ["config.steps=5,6 config.seed=0,1"]):
         assert grouped(*given) is None
 
@@ -152,7 +152,7 @@ def test_sweep_over_seeds_writes_groups_beside_the_runs(tmp_path, capsys, monkey
     monkeypatch.setattr(train, "is_finished", lambda *_: False)
     assert swept(tmp_path / "sweep", "--grid=config.steps=5,6", "--grid=config.seed=0,1,2") == 1
     out = capsys.readouterr().out
-    assert "95 % over seeds" in out and "runs.csv, groups.csv, runs.png, sweep.html are in" in out
+    assert "end of 95 % interval" in out and "runs.csv, groups.csv, runs.png, sweep.html are in" in out
     assert [line.split() for line in out.splitlines()[-3:-1]] == [
         ["5", "2", "1", "5.5000", "−0.8531", "11.8531"],
         ["6", "3", "0", "7.0000", "4.5159", "9.4841"],
@@ -198,8 +198,8 @@ def test_sweep_with_a_failing_run_finishes_the_others(finished):
 
 
 @pytest.mark.slow
-def test_runs_whose_options_are_longer_than_an_argument_start_in_one_process(tmp_path, capsys):
-    nowhere = f"--config.data.path=/{'nowhere/' * 9_000}"  # of two runs, more than Linux' 128 KiB
+def test_runs_with_options_beyond_the_argument_limit_start_together(tmp_path, capsys):
+    nowhere = f"--config.data.path=/{'nowhere/' * 9_000}"  # for two runs, beyond Linux's limit of 128 KiB
     assert swept(tmp_path / "sweep", "--grid=config.seed=0,1", nowhere) == 1
     assert capsys.readouterr().out.count("  failed: data.path = ") == 2
 
@@ -222,13 +222,13 @@ def test_table_is_sorted_by_final_loss_and_agrees_with_the_records(finished):
     assert "failed" in last
 
 
-def test_sweep_again_keeps_finished_runs_and_adds_new_ones(finished, capsys):
+def test_second_sweep_keeps_finished_runs_and_adds_new_ones(finished, capsys):
     folder = finished[0]
     kept = {name: contents(folder / f"learning_rate={name},seed=3") for name in ("0.001", "0.01")}
     with workers_here():
         assert swept(folder, "--grid=config.optimizer.learning_rate=1e-3,1e-2,2e-2", "--grid=config.seed=3") == 0
     out = capsys.readouterr().out
-    assert "2 of 3 runs are finished, and are kept" in out and "3/3  learning_rate=0.02,seed=3  finished" in out
+    assert "2 of 3 runs are already finished" in out and "3/3  learning_rate=0.02,seed=3  finished" in out
     assert {name: contents(folder / f"learning_rate={name},seed=3") for name in kept} == kept
 
 
@@ -240,7 +240,7 @@ def is_alive(pid):
 
 
 @pytest.mark.slow
-def test_signal_stops_all_runs_saved_and_the_same_command_goes_on(tmp_path):
+def test_signal_saves_and_stops_all_runs_and_the_same_command_resumes(tmp_path):
     options, folder = ["--grid=config.seed=0,1,2", "--jobs=2"], tmp_path / "sweep"
     running = started(folder, *options)
     wait_until(lambda: all("step 100/" in log(folder, f"seed={seed}") for seed in (0, 1)))
@@ -248,7 +248,7 @@ def test_signal_stops_all_runs_saved_and_the_same_command_goes_on(tmp_path):
     pids = listed.stdout.split()
     running.send_signal(signal.SIGTERM)
     _, err = running.communicate(timeout=60)
-    assert running.returncode == 128 + signal.SIGTERM and err == "stopped: the same command goes on from there\n"
+    assert running.returncode == 128 + signal.SIGTERM and err == "stopped: the same command resumes from there\n"
     assert len(pids) == 2 and not any(map(is_alive, pids))
     assert all(re.search(r"stopped: step \d+ is saved", log(folder, f"seed={seed}")) for seed in (0, 1))
     assert not (folder / "seed=2").exists() and not (folder / "runs.csv").exists()

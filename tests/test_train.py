@@ -55,7 +55,7 @@ def test_metrics_hold_every_record_once(undisturbed):
     assert [r["step"] for r in found if r["split"] == "final"] == [12]
     first, last = found[0], found[-1]
     assert {"loss", "grad_norm", "learning_rate", "bits_per_character", "tokens"} <= first.keys()
-    np.testing.assert_allclose(first["bits_per_character"], first["loss"] / np.log(2))  # one token a character
+    np.testing.assert_allclose(first["bits_per_character"], first["loss"] / np.log(2))  # one token per character
     assert last["loss"] == [r for r in found if r["split"] == "val"][-1]["loss"]
     losses = [r["loss"] for r in found if r["split"] == "val"]
     assert losses[-1] < losses[0] < 6
@@ -99,13 +99,13 @@ def with_history(tmp_path_factory):
     return workdir
 
 
-def test_profile_has_the_steps_that_were_asked_for(with_history):
+def test_profile_has_the_requested_steps(with_history):
     (trace,) = (with_history / "profile").glob("plugins/profile/*/*.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert {event["args"]["step_num"] for event in events if event.get("name") == "train"} == {"3", "4"}
 
 
-def test_failing_sample_does_not_cost_the_record(tmp_path, undisturbed, monkeypatch, capsys):
+def test_failing_sample_does_not_change_the_records(tmp_path, undisturbed, monkeypatch, capsys):
     monkeypatch.setattr("attnlab.training.members.generate", lambda *_, **__: (1 / 0 for _ in "a"))
     train.train(runs.quick(sample__every=8), tmp_path)
     assert "no sample at step 12 (division by zero)" in capsys.readouterr().out
@@ -126,7 +126,7 @@ def test_history_begins_untrained_and_changes_no_bit(undisturbed, with_history):
 
 @pytest.fixture(scope="module")
 def stopped_at_6(tmp_path_factory):
-    """A run with a history, crashed when step 0 alone was saved, then stopped by SIGTERM after step 6."""
+    """A run with a history that crashed when only step 0 was saved, and was then stopped by SIGTERM after step 6."""
     workdir = tmp_path_factory.mktemp("runs") / "stopped"
 
     def on_step(step, metrics):
@@ -152,7 +152,7 @@ def test_run_stopped_by_a_signal_resumes_bit_for_bit(undisturbed, with_history, 
 
 
 def test_run_resumed_in_another_layout_has_the_same_losses(undisturbed, stopped_at_6, tmp_path):
-    """On other devices, and with stacked layers; to rounding."""
+    """On other devices and with stacked layers, up to rounding."""
     shutil.copytree(stopped_at_6, tmp_path / "run")
     options = runs.flags({"parallel.strategy": "pmap", "parallel.mesh.data": -1, "model.scan": True})
     assert runs.run(tmp_path / "run", *options) == 0
@@ -161,7 +161,7 @@ def test_run_resumed_in_another_layout_has_the_same_losses(undisturbed, stopped_
     np.testing.assert_allclose([r["loss"] for r in found], [r["loss"] for r in expected], rtol=1e-5)
 
 
-def test_step_0_alone_or_of_another_run_is_not_resumed(with_history, tmp_path, capsys):
+def test_step_0_alone_and_checkpoints_of_another_run_are_not_resumed(with_history, tmp_path, capsys):
     workdir = runs.unfinished(tmp_path / "run", with_history)
     for step in runs.kept(workdir)[1:]:
         shutil.rmtree(workdir / "checkpoints" / str(step))
@@ -206,7 +206,7 @@ def test_processes_stopped_and_killed_without_a_reader_are_bit_exact(undisturbed
 
 
 @pytest.mark.slow
-def test_hybrid_with_a_layer_of_the_user_killed_is_bit_exact(tmp_path):
+def test_killed_hybrid_with_a_custom_layer_is_bit_exact(tmp_path):
     (tmp_path / "mine.py").write_text(SOURCE)
     hybrid = runs.flags({"model.num_layers": 3, "model.layers": "Average gated_delta attention"})
     hybrid.append(f"--import={tmp_path}/mine.py")
@@ -260,7 +260,7 @@ def test_changed_metrics_are_refused_and_missing_ones_reported(undisturbed, tmp_
     whole = log.read_text()
     log.write_text(whole.replace("9", "8", 1))
     assert runs.run(workdir) == 2
-    assert "metrics.jsonl is not what it was when step 12 was saved" in capsys.readouterr().err
+    assert "metrics.jsonl has changed since step 12 was saved" in capsys.readouterr().err
     log.unlink()
     assert runs.run(workdir) == 0
     assert "metrics.jsonl is missing: the records up to step 12 are lost" in capsys.readouterr().out
@@ -283,7 +283,7 @@ print([train.main(["train", *sys.argv[2:], f"--workdir={workdir}"]) for workdir 
 
 
 @pytest.mark.slow
-def test_unwritable_workdir_is_one_line_unless_finished(undisturbed, tmp_path):
+def test_unwritable_workdir_prints_one_line_unless_finished(undisturbed, tmp_path):
     stopped = runs.unfinished(tmp_path / "stopped")
     done_before = shutil.copytree(undisturbed, tmp_path / "finished")
     (tmp_path / "read-only").mkdir()
@@ -305,13 +305,13 @@ def test_unwritable_workdir_is_one_line_unless_finished(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_full_disk_is_one_line_and_the_run_resumes_later(undisturbed, tmp_path):
+def test_full_disk_prints_one_line_and_the_run_resumes_later(undisturbed, tmp_path):
     """A limit of 10 KiB per file simulates the full disk: the optimizer's metadata alone takes more.
 
-    Limits near the size of parameter files would not do: that size varies between saves."""
+    A limit near the size of the parameter files would not work, because that size varies between saves."""
     command = " ".join([sys.executable, "-m", "attnlab.train", *runs.SMALL, f"--workdir={tmp_path}/run"])
     command = ["bash", "-c", f"ulimit -f 10; exec {command}"]
-    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # its entries are larger, too
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # its entries exceed the limit, too
     done = subprocess.run(command, cwd=runs.REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: a checkpoint cannot be written to") and done.stderr.count("\n") == 1
@@ -330,7 +330,7 @@ def test_workdir_alone_refuses_other_changes(undisturbed, tmp_path, capsys):
         (undisturbed, ["--config.model.width=64"], "config.model.width = 64, .* 16"),
         (undisturbed, ["--config.steps=11"], "12 steps, .*config.steps = 11"),
         (undisturbed, ["--config.stpes=60"], "--config.stpes .*did you mean steps"),
-        (undisturbed, ["--eval_only", "--config.steps=60"], "config.steps = 60, there it was 12"),
+        (undisturbed, ["--eval_only", "--config.steps=60"], "config.steps = 60, but it was 12"),
     ):
         assert runs.workdir_alone(workdir, *options) == 2
         err = capsys.readouterr().err
@@ -340,7 +340,7 @@ def test_workdir_alone_refuses_other_changes(undisturbed, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_run_extended_during_warmup_equals_the_longer_run(tmp_path):
-    """And keeps its history."""
+    """It also keeps its history."""
     options, model = {"steps": 20, "checkpoint__keep": 1, "checkpoint__every": 10}, runs.Bigram()
     with pytest.raises(runs.CrashError):
         train.train(runs.quick(checkpoint__history=5), tmp_path / "run", model=model, on_step=runs.crash_at(7))
@@ -361,7 +361,7 @@ def test_finished_run_extended_and_crashed_is_bit_exact(undisturbed, tmp_path, c
     assert [r["step"] for r in found if r["split"] == "final"] == [12, 20]
     rates = {r["step"]: r["learning_rate"] for r in found if r["split"] == "train"}
     assert rates[14] > rates[12] and rates[20] < rates[14]
-    assert rates[2] == pytest.approx(0.005 * 2 / 5)  # the second of four that rise to the peak, which is the fifth
+    assert rates[2] == pytest.approx(0.005 * 2 / 5)  # the second of four warmup steps; the peak is the fifth
     saved = json.loads((whole / "config.json").read_text())
     assert saved["steps"] == 20 and saved["extensions"] == [{"at_step": 12, "from_steps": 12, "to_steps": 20}]
     assert sha256(attnlab.load(whole).params["params"]) == found[-1]["params_sha256"]

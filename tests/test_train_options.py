@@ -1,4 +1,4 @@
-"""Runs with other options: texts, models and optimizers of the user's, an average, an early end, a precision."""
+"""Runs with other options: custom texts, models and optimizers, averaged weights, early stopping, precision."""
 
 import contextlib
 import hashlib
@@ -34,14 +34,14 @@ BIGRAM = {"model": runs.Bigram()}
 
 
 class Poisoned(runs.Bigram):
-    """A bigram model whose loss in step 7, and in no other, is NaN."""
+    """A bigram model whose loss is NaN in step 7 only."""
 
     @nn.compact
     def __call__(self, tokens, deterministic=True, dropout_key=None):
         logits = runs.Bigram(self.vocab_size)(tokens, deterministic, dropout_key)
         if deterministic:
             return logits
-        key_7 = jax.random.fold_in(jax.random.fold_in(jax.random.key(runs.quick().seed), 6), 0)  # of its first sequence
+        key_7 = jax.random.fold_in(jax.random.fold_in(jax.random.key(runs.quick().seed), 6), 0)  # its first sequence
         same = (jax.random.key_data(dropout_key[0]) == jax.random.key_data(key_7)).all()
         return logits + jnp.where(same, jnp.nan, 0)
 
@@ -63,7 +63,7 @@ def test_nonfinite_step_ends_the_run_at_last_good_checkpoint(tmp_path):
 
 
 def test_nonfinite_parameters_end_the_run_unsaved_despite_skip(tmp_path):
-    """And release its lock."""
+    """They also release its lock."""
     for _ in range(2):
         with pytest.raises(UserError, match="param_norm is inf at step 1; no checkpoint was saved yet"):
             train.train(runs.quick(optimizer__learning_rate=1e20, on_nonfinite="skip"), tmp_path / "run", **BIGRAM)
@@ -88,7 +88,7 @@ def own_text_run(tmp_path_factory):
 
 @pytest.fixture
 def unfinished_own_text_run(own_text_run, tmp_path):
-    """A copy of that run without its final record, and of its text."""
+    """A copy of that run without its metrics, and a copy of its text."""
     workdir, text, options, _ = own_text_run
     shutil.copytree(workdir, tmp_path / "run")
     shutil.copy(text, tmp_path / "mine.txt")
@@ -130,14 +130,14 @@ def test_run_resumes_with_its_own_tokenizer_when_its_text_moved(unfinished_own_t
 
 
 @pytest.mark.slow
-def test_run_whose_pattern_does_not_divide_its_layers_is_loaded(tmp_path):
+def test_run_with_a_partial_layer_pattern_is_loaded(tmp_path):
     config = runs.quick(steps=2, model__layers="attention conv", model__num_layers=5, model__scan=True)
     train.train(config, tmp_path / "run")
     model, params, _, _ = attnlab.load(tmp_path / "run")
     assert len(params["params"]) > 5 and model.config.num_layers == 5
 
 
-def test_own_model_optimizer_callback_and_tracker_train_and_resume(tmp_path, capsys):
+def test_custom_model_optimizer_and_callbacks_train_and_resume(tmp_path, capsys):
     config = runs.quick(data__tokenizer="byte")
     own = BIGRAM | {"optimizer": optax.adam(1e-2)}
     seen, tracked, shown = [], [], []
@@ -172,9 +172,9 @@ def test_own_model_optimizer_callback_and_tracker_train_and_resume(tmp_path, cap
     assert set(range(2, 13, 2)) <= {step for step, _ in tracked}
     assert all({"train/loss", "val/loss", "final/loss"} & metrics.keys() for _, metrics in tracked)
 
-    with pytest.raises(UserError, match=r"run with model = Bigram\(vocab_size=256\), and model= gives None"):
+    with pytest.raises(UserError, match=r"run with model = Bigram\(vocab_size=256\), but model is now None"):
         train.train(config, tmp_path / "run")
-    with pytest.raises(UserError, match=r"run with model = Bigram\(vocab_size=256\), and model= gives None"):
+    with pytest.raises(UserError, match=r"run with model = Bigram\(vocab_size=256\), but model is now None"):
         attnlab.load(tmp_path / "run")
     model, params, tokenizer, _ = attnlab.load(tmp_path / "run", **BIGRAM)
     assert sha256(params["params"]) == found[-1]["params_sha256"]
@@ -208,7 +208,7 @@ def test_optimizer_trains_and_resumes_bit_for_bit(request, tmp_path, options):
     whole, run = made[0], shutil.copytree(made[1], tmp_path / "resumed")
     found = runs.records(whole)
     losses = [record["loss"] for record in found if record["split"] == "val"]
-    assert losses[-1] < losses[0] - 0.02 and losses[-1] < 4.6  # of 103 characters, ln(103) = 4.63 to begin with
+    assert losses[-1] < losses[0] - 0.02 and losses[-1] < 4.6  # at the start ln(103) = 4.63, for 103 characters
     assert runs.workdir_alone(run) == 0
     assert runs.records(run) == found and runs.same_checkpoints(run, whole)
     assert set(runs.digests(run, 12)) == {"params", "opt_state", "average"}
@@ -218,23 +218,23 @@ OVER_FOUR = MUON | {"optimizer__ema": 0.5, "model__scan": True, "parallel__mesh_
 
 
 @pytest.mark.slow
-def test_muon_that_is_saved_on_one_device_goes_on_over_four(muon, tmp_path):
+def test_muon_saved_on_one_device_resumes_on_four(muon, tmp_path):
     shutil.copytree(muon[1], tmp_path / "four")
     train.train(runs.quick(**OVER_FOUR), tmp_path / "four")
     found, expected = runs.records(tmp_path / "four"), runs.records(muon[0])
-    np.testing.assert_allclose([r["loss"] for r in found], [r["loss"] for r in expected], rtol=1e-5)  # sums' order
+    np.testing.assert_allclose([r["loss"] for r in found], [r["loss"] for r in expected], rtol=1e-5)  # reordered sums
 
 
-def test_muon_and_the_average_are_sharded_as_their_parameters():
-    """Four devices hold shares of all that has the shape of a kernel."""
+def test_muon_and_the_average_are_sharded_like_the_parameters():
+    """Each of four devices holds a quarter of every array with the shape of a kernel."""
     state = TrainProgram(configs.completed(runs.quick(**OVER_FOUR)), vocab_size=95).abstract_state
     leaves = jax.tree_util.tree_leaves_with_path(state)
     kernels = [leaf for path, leaf in leaves if "kernel" in jax.tree_util.keystr(path)]
-    assert len(kernels) == 3 * 6  # of parameters, momentum and average
+    assert len(kernels) == 3 * 6  # in parameters, momentum and average
     assert all(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 == leaf.size for leaf in kernels)
 
 
-def test_run_that_starts_from_another_takes_its_average(muon, tmp_path):
+def test_run_initialized_from_another_takes_its_average(muon, tmp_path):
     config = runs.quick(**MUON, init_from=str(muon[0]), optimizer__ema=0.5, checkpoint__history=2)
     with pytest.raises(runs.CrashError):
         train.train(config, tmp_path / "second", on_step=runs.crash_at(1))
@@ -243,11 +243,11 @@ def test_run_that_starts_from_another_takes_its_average(muon, tmp_path):
     assert first.tokenizer.to_dict() == second.tokenizer.to_dict()
 
 
-def test_average_is_evaluated_and_loaded_while_training_goes_on_without_it(tmp_path, capsys):
+def test_average_is_evaluated_and_loaded_but_does_not_affect_training(tmp_path, capsys):
     config = runs.quick(optimizer__ema=0.5, steps=6, checkpoint__history=7)
     train.train(config, tmp_path / "run", **BIGRAM)
     train.train(runs.quick(steps=6, eval__patience=1), tmp_path / "plain", **BIGRAM)
-    assert ends(tmp_path / "plain") == [("val", 5), ("val", 6), ("final", 6)]  # each was lower
+    assert ends(tmp_path / "plain") == [("val", 5), ("val", 6), ("final", 6)]  # each evaluation is lower
     found, without = runs.records(tmp_path / "run"), runs.records(tmp_path / "plain")
     assert [r for r in found if r["split"] == "train"] == [r for r in without if r["split"] == "train"]
     assert found[-1]["params_sha256"] == without[-1]["params_sha256"] and found[-1]["loss"] != without[-1]["loss"]
@@ -272,7 +272,7 @@ def test_average_is_evaluated_and_loaded_while_training_goes_on_without_it(tmp_p
     assert f"validation loss {found[-1]['loss']:.4f}" in capsys.readouterr().out
 
 
-# --- early end: at this learning rate no parameter changes, so that no evaluation after the first is lower
+# --- early stopping: at this learning rate no parameter changes, so no evaluation after the first is lower
 
 
 def still(workdir, patience=2, **options):
@@ -296,13 +296,13 @@ def test_run_ends_when_validation_has_not_improved_for_its_patience(ended_early,
     assert ends(ended_early) == [("val", 5), ("val", 10), ("val", 15), ("final", 15)]
     before = runs.contents(ended_early)
     assert still(ended_early).loss == runs.records(ended_early)[-1]["loss"]
-    assert "is finished (15 steps): nothing to do; --config.eval.patience=0 goes on" in capsys.readouterr().out
+    assert "is finished (15 steps): nothing to do; --config.eval.patience=0 continues" in capsys.readouterr().out
     assert runs.contents(ended_early) == before
     loaded = attnlab.load(ended_early, **BIGRAM)
     assert sha256(loaded.params["params"]) == runs.records(ended_early)[-1]["params_sha256"]
 
 
-def test_run_killed_before_its_early_end_ends_at_the_same_step(ended_early, tmp_path):
+def test_run_killed_before_early_stopping_ends_at_the_same_step(ended_early, tmp_path):
     for step in (7, 14):
         with pytest.raises(runs.CrashError):
             still(tmp_path / "run", on_step=runs.crash_at(step))
@@ -311,19 +311,19 @@ def test_run_killed_before_its_early_end_ends_at_the_same_step(ended_early, tmp_
 
 
 @pytest.mark.parametrize("lost", ["final", "val"])
-def test_run_killed_between_its_last_save_and_its_final_record_ends_there(ended_early, tmp_path, lost):
-    """Before the final record; and before the evaluation as well, as when a signal stops it."""
+def test_run_killed_after_its_last_save_ends_at_the_same_step(ended_early, tmp_path, lost):
+    """Before the final record, or already before the evaluation, as when a signal stops the run."""
     shutil.copytree(ended_early, tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:-1]))
-    if lost == "val":  # the offset in the checkpoint is that of a save before the evaluation
+    if lost == "val":  # the last checkpoint is then from before the evaluation
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "15")
     still(tmp_path / "run")
     assert runs.records(tmp_path / "run") == runs.records(ended_early)
 
 
-def test_run_ended_early_goes_on_without_patience_as_if_never_stopped(ended_early, tmp_path):
+def test_early_stopped_run_continues_exactly_without_patience(ended_early, tmp_path):
     shutil.copytree(ended_early, tmp_path / "run")
     for name in ("run", "whole"):
         still(tmp_path / name, patience=0)
@@ -335,8 +335,8 @@ def test_run_ended_early_goes_on_without_patience_as_if_never_stopped(ended_earl
 # --- precision
 
 
-def test_auto_is_saved_as_what_it_stands_for_and_kept_on_other_hardware(tmp_path, monkeypatch, capsys):
-    """In a run with other options."""
+def test_auto_precision_is_saved_resolved_and_kept_elsewhere(tmp_path, monkeypatch, capsys):
+    """The run also uses ALiBi, a window and grouped heads."""
     config = runs.quick(precision="auto", steps=6, model__positions="alibi", sample__length=0)
     config.model.attention.update(window=8, kv_heads=1)
     monkeypatch.setattr(precision, "_cpu_flags", lambda: {"avx512_bf16"})

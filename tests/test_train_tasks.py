@@ -1,4 +1,4 @@
-"""Tasks in the trainer: learnt, scored by accuracy, resumed, and refused beside options of texts."""
+"""Tasks in the trainer: learned, scored by accuracy, resumed, and refused with options for texts."""
 
 import json
 
@@ -35,7 +35,7 @@ def finished(tmp_path_factory):
     return workdir
 
 
-def test_task_is_learnt_beyond_chance_and_its_accuracy_recorded(finished):
+def test_task_is_learned_beyond_chance_and_its_accuracy_recorded(finished):
     scores = [record for record in records(finished) if record["split"] in ("val", "final")]
     assert [record["step"] for record in scores] == [30, 60, 60]
     assert scores[-1]["accuracy"] == scores[-2]["accuracy"] > 0.95 > parse(FIELDS["data.name"]).chance
@@ -68,9 +68,9 @@ def test_loaded_run_answers_in_the_characters_of_its_task(finished, capsys):
     "changes, message",
     [
         ({"model.context": 2}, "config.model.context = 2: 'task:induction kinds=2' needs 3 or more"),
-        ({"data.packing": "documents"}, "config.data.packing = 'documents': it is of texts"),
+        ({"data.packing": "documents"}, "config.data.packing = 'documents': it applies to texts"),
     ],
 )
-def test_impossible_task_is_one_line(mistake, tmp_path, changes, message):
+def test_impossible_task_prints_one_line(mistake, tmp_path, changes, message):
     line = mistake(train.main, "--config=quickstart", *flags(FIELDS | changes), f"--workdir={tmp_path}/run")
     assert message in line and not (tmp_path / "run").exists()

@@ -74,7 +74,7 @@ def test_downstream_project_uses_only_public_names():
 
 
 def closure(requirement: Requirement, found: dict[tuple[str, str], metadata.Distribution]) -> None:
-    """Add the distributions that a requirement brings, by (name, extra)."""
+    """Add the distributions that a requirement pulls in, by (name, extra)."""
     name = canonicalize_name(requirement.name)
     for extra in {"", *requirement.extras} - {extra for key, extra in found if key == name}:
         found[name, extra] = metadata.distribution(name)
@@ -87,7 +87,7 @@ def closure(requirement: Requirement, found: dict[tuple[str, str], metadata.Dist
 class Environment:
     """A virtual environment with a project's declared dependencies, whose commands run in the folder `work` around it.
 
-    Dependencies are links to the distributions installed beside the tests: no download, and nothing undeclared.
+    Dependencies are links to the distributions that the tests run with: no download, and nothing undeclared.
     """
 
     def __init__(self, folder: Path, *requirements: str):
@@ -98,7 +98,7 @@ class Environment:
         self.link(*requirements)
 
     def link(self, *requirements: str) -> None:
-        """Add what requirements such as "attnlab[plots]" bring, but not attnlab."""
+        """Link what requirements such as "attnlab[plots]" pull in, except attnlab itself."""
         found = {}
         for requirement in requirements:
             closure(Requirement(requirement), found)
@@ -110,7 +110,7 @@ class Environment:
                     path.symlink_to(file.locate())
                     cache, theirs = path.parent / "__pycache__", Path(file.locate()).parent / "__pycache__"
                     if theirs.is_dir() and not cache.is_symlink():
-                        cache.symlink_to(theirs)  # of the same interpreter, so that nothing is compiled again
+                        cache.symlink_to(theirs)  # same interpreter, so nothing is compiled again
 
     def run(self, *command, check: bool = True) -> subprocess.CompletedProcess:
         """Run `python command…`; a failure shows its output."""
@@ -122,7 +122,7 @@ class Environment:
         return self._run(list(map(str, command)), check=True)
 
     def shell(self, line: str) -> subprocess.CompletedProcess:
-        """Run a line of a shell, with this environment's commands; a failure shows its output."""
+        """Run a shell line with this environment's commands; a failure shows its output."""
         path, flags = shlex.quote(str(self.python.parent)), "--xla_backend_optimization_level=0"
         line = f"PATH={path}:$PATH; export XLA_FLAGS={flags}; {line}"
         return self._run(["bash", "-c", line], check=True)
@@ -137,7 +137,7 @@ class Environment:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    """A folder with the wheels of attnlab and of the project downstream."""
+    """A folder with the wheels of attnlab and of the downstream project."""
     # Built from a copy: a build leaves files beside the source.
     folder, ignore = tmp_path_factory.mktemp("built"), (".*", "__pycache__", "build", "dist", "runs", "*.egg-info")
     shutil.copytree(REPOSITORY, folder / "source", ignore=shutil.ignore_patterns(*ignore))
@@ -179,11 +179,11 @@ def test_wheel_installs_and_runs_in_a_fresh_environment(wheels, tmp_path):
     assert named.stderr == "error: config.steps = 0: expected 1 or more, below 2^31\n"
     assert "matrix products" in environment.run(script, "bench").stdout
     refused = environment.run(script, "study", "scaling", check=False)
-    assert "matplotlib" in refused.stderr  # which the studies need
+    assert "matplotlib" in refused.stderr  # the studies need it
 
 
 README, LAUNCH = ((REPOSITORY / name).read_text(encoding="utf-8") for name in ("README.md", "launch/README.md"))
-FEWER = {  # flags that make a command short, and change nothing that needs another package
+FEWER = {  # flags that shorten a command and need no other package
     "train": "--config.steps=2 --config.model.num_layers=1 --config.eval.windows=1 --config.sample.length=1",
     "config=gpt_30m": "--config.data.vocab_size=300 --config.model.context=32",
     "compare": "--config.steps=1 --config.model.num_layers=1 --learning_rates=1e-3 --extensions=0",
@@ -192,12 +192,12 @@ FEWER = {  # flags that make a command short, and change nothing that needs anot
 
 
 def block(heading: str) -> str:
-    """The first block of code of the README below a heading."""
+    """The first code block below a heading of the README."""
     return re.search(rf"^## {heading}\n```\w*\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)[1]
 
 
 def lines_of(*texts: str):
-    """Yield the lines of commands, and for `make TARGET` what it runs in a fresh clone without a GPU."""
+    """Yield lines of commands; for `make TARGET`, the lines that it runs in a fresh clone without a GPU."""
     for line in "\n".join(texts).splitlines():
         command = ["make", "--dry-run", *line.split(" #")[0].split()[1:], "VENV=.fresh", "CUDA="]
         if line.startswith("make"):
@@ -218,7 +218,7 @@ ROADS = {  # a test does not run the tests
 
 @pytest.mark.slow
 @pytest.mark.parametrize("road", ROADS)
-def test_commands_run_after_the_installation_that_stands_above_them(road, wheels, tmp_path):
+def test_documented_commands_run_after_the_documented_installation(road, wheels, tmp_path):
     environment = Environment(tmp_path)
     (environment.work / "configs").symlink_to(REPOSITORY / "configs")
     (environment.work / "tiny.py").write_text(TINY)

@@ -273,7 +273,7 @@ def parts(
     if isinstance(tasks, str):
         raise ArgumentError("tasks", tasks, "expected a list of names")
     if tasks and "data.name" in chosen:
-        raise ArgumentError("tasks", [*tasks], "they choose config.data.name: name one of the two")
+        raise ArgumentError("tasks", [*tasks], "cannot be combined with config.data.name: remove one")
     if config.checkpoint.dir:
         raise UserError(f"config.checkpoint.dir = {config.checkpoint.dir}: runs cannot share it: remove it")
     if match not in table.COSTS:
@@ -344,7 +344,7 @@ def check_layers(parts: Sequence[Part]) -> None:
         if faults := check_layer(layer.make(model), model.width):
             remedy = "fix it, or skip this check with --check=off, in Python check=False"
             raise UserError(f"{called}: {faults[0]}: {remedy}")
-        print(f"{called}: causal, the same in pieces, padded and stacked, and packed if it may be")
+        print(f"{called}: causal; the same in pieces, padded, stacked, and packed if it can be packed")
 
 
 def _has_parts(layer: LayerConfig) -> bool:
@@ -375,7 +375,7 @@ def _compare(part: Part, runner: training_runs.Runner, command: Callable[[int], 
     paths.write_text(folder / table.TEXT, whole.shown().markdown(found.sentences, found.notes))
     print("\n".join([*found.sentences, "", str(found.table), "", *report.remarks(part, whole.rows)]))
     if found.command:
-        print(f"To settle what is open: {found.command}")
+        print(f"To decide, add seeds: {found.command}")
     print(f"All columns are in {folder / table.TABLE} and {table.TEXT}, with notes on how to read them.")
     sections = [found, *_replicate(part, final, measured)]
     workdirs = {name: [folder / point.name for point in points] for name, points in final.items()}

@@ -93,7 +93,7 @@ def has_ended(point: Point, folder: Path) -> bool:
     if (folder / point.name / "config.json").exists():
         saved, steps = read_config(folder / point.name), point.config.steps
         if saved["steps"] != steps:  # resumed runs would be compared with runs of a single schedule
-            raise UserError(f"{folder} has runs of {saved['steps']} steps, and now {steps}: choose a new --workdir")
+            raise UserError(f"{folder} has runs of {saved['steps']} steps, not {steps}: choose a new --workdir")
     return train.is_finished(point.config, folder / point.name) or diverged(folder / point.name)
 
 

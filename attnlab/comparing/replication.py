@@ -49,13 +49,13 @@ def published(file: str, names: Sequence[str]) -> dict[str, Published]:
         except TypeError as error:
             raise UserError(f"{where}: {error}: expected a dictionary of {', '.join(Published._fields)}") from error
         if not isinstance(found[part].results, Mapping) or not isinstance(found[part].protocol, Mapping):
-            raise UserError(f"{where}: expected dictionaries of results and protocol")
+            raise UserError(f"{where}: expected dictionaries for results and protocol")
         if unknown := {*found[part].results} - {*names} or {*found[part].protocol} - {*fields_known}:
             raise UserError(
-                f"{where} has {min(unknown)!r}: expected variants, and fields of a config, seeds, learning_rates"
+                f"{where} has {min(unknown)!r}: expected variants; in protocol: config fields, seeds, learning_rates"
             )
         if names[0] not in found[part].results:
-            raise UserError(f"{where} has no result of {names[0]!r}, the first variant: differences are from it")
+            raise UserError(f"{where} has no result of {names[0]!r}, the first variant: add it")
     return found
 
 
@@ -141,7 +141,7 @@ def columns(seeds: int, variants: int) -> list[Column]:
     joint = over if variants == 2 else f"± 95 % for all {variants - 1}, over {seeds} seeds"
     return [
         Column("variant", "variant", lambda of: of.variant),
-        Column("outcome", "outcome", lambda of: of.outcome, help="Of the interval of our difference: see the guide."),
+        Column("outcome", "outcome", lambda of: of.outcome, help="By the interval of our difference: see the guide."),
         Column("published", "published", lambda of: of.published, format=".3f"),
         *with_interval("ours", "ours", lambda of: of.ours, over),
         Column("published_difference", "published difference", lambda of: of.expected, format="+.3f"),
@@ -175,9 +175,9 @@ def section(part, rows: Sequence[ReplicatedResults], config: RunConfig) -> page.
     otherwise = [f"{name} {ours[name]}, not {value}" for name, value in found.protocol.items() if ours[name] != value]
     notes = [
         f"Published: {found.source}.",
-        f"Otherwise here: {'; '.join([*otherwise, found.differs])}",
-        f"Outcomes are of our differences' intervals; published ones up to {found.margin:g} count as none.",
-        "Not trained far enough: the first variant is not at its published result, or the best one still at chance.",
+        f"Our runs differ: {'; '.join([*otherwise, found.differs])}",
+        f"Outcomes come from the intervals of our differences; published ones up to {found.margin:g} count as 0.",
+        "Not trained far enough: the first variant differs from its published result, or the best is at chance.",
     ]
     whole = Table.of(columns(len(protocol.seeds), len(part.variants)), rows)
     paths.write_csv(part.folder / TABLE, whole.rows)

@@ -89,30 +89,30 @@ def _notes(part: Part, rows: Sequence[Mapping], raced: Race | None) -> list[str]
     protocol, seeds, others = part.protocol, len(part.protocol.seeds), len(rows) - 1
     rates, tuning = ", ".join(f"{rate:g}" for rate in protocol.rates), len(protocol.tuning_seeds)
     extended = any(row["learning_rates_tried"] != " ".join(map("{:g}".format, protocol.rates)) for row in rows)
-    rates += ", and more where the best one was the lowest or highest" if extended else ""
+    rates += ", and more if the best one was the lowest or highest" if extended else ""
     on = "text" if protocol.measure == "loss" else "sequences"
     chosen = f"s {rates}, chosen with {tuning} other seed{'s' if tuning > 1 else ''} on other {on}"
     now, more = (statistics.quantile(count, statistics.LEVEL / others) for count in (seeds, 2 * seeds))
     false = 7 if tuning > 2 else 11
-    noise = f" No interval has the noise of that choice: up to {false} % of tables of equal variants have a verdict."
+    noise = f" Intervals exclude the noise of that choice: up to {false} % of tables of equal variants have a verdict."
     notes = [
         f"Learning rate{f'{chosen}.{noise}' if len(protocol.rates) > 1 else f' {rates}, the same for all.'}",
-        f"The interval of a difference is ± {now:.1f} standard errors, for {seeds} seeds and as many as {others} "
-        f"differences; {2 * seeds} seeds make it ± {more:.1f}. Curves are means, with the range of the seeds.",
+        f"The interval of a difference is ± {now:.1f} standard errors (seeds: {seeds}, differences: {others}); with "
+        f"{2 * seeds} seeds it is ± {more:.1f}. Curves are means, with the range over seeds.",
     ]
     if any(row["verdict"] == statistics.OPEN for row in rows):
         notes.append(
-            "More seeds are a second look: where no variant differs, about 10 % of tables then have a verdict, not 5. "
-            "Choose their number beforehand, or repeat the comparison with seeds that were not seen (config.seed)."
+            "Adding seeds is a second look: if no variant differs, about 10 % of tables then have a verdict, not 5 %. "
+            "Choose the number of seeds beforehand, or repeat the comparison with new seeds (config.seed)."
         )
     if raced:
         notes.append(
-            f"Tokens/s and seconds are of one race of all variants in turn, of {ROUNDS} rounds, {raced.hour}, "
-            f"{raced.machine}; a verdict after as many seconds holds in every round."
+            f"Tokens/s and seconds come from one race of {ROUNDS} rounds, all variants in turn: {raced.hour}, "
+            f"{raced.machine}. A verdict at equal time holds in every round."
         )
     if any(row["verdict"] == table.UNTRAINED for row in rows):
-        guess = f"a guess among the tokens of a sequence, {rows[0]['blind']:.3f}"
-        notes.append(f"Not trained far enough: neither variant is better than {guess}, by more than chance.")
+        guess = f"a guess among the tokens of a sequence ({rows[0]['blind']:.3f})"
+        notes.append(f"Not trained far enough: neither variant beats {guess} by more than chance.")
     return [*notes, *remarks(part, rows)]
 
 
@@ -124,7 +124,7 @@ def remarks(part: Part, rows: Sequence[Mapping]) -> list[str]:
     notes, horizon = [], rows[0]["tokens_per_parameter"]
     if horizon and horizon < table.EARLY:
         notes.append(
-            f"Early: below {table.EARLY} tokens a parameter, here {horizon:.2g}, rankings may change with more."
+            f"Early: below {table.EARLY} tokens per parameter (here {horizon:.2g}), rankings may change with more."
         )
     models = {variant.name: part.config_of(variant).model for variant in part.variants}
     first, *others = models
@@ -138,7 +138,7 @@ def remarks(part: Part, rows: Sequence[Mapping]) -> list[str]:
         notes += [f"{name}: its operators do not conform."] * (row["conforms"] is False)
         notes += [f"{name}: no width makes it as large as the first variant."] * (not row["comparable"])
         notes += [f"{name}: {row['diverged']} runs diverged; each counts at chance level."] * (row["diverged"] > 0)
-        notes += [f"{name}: {row['failed']} runs failed, and are left out of the means."] * (row["failed"] > 0)
+        notes += [f"{name}: {row['failed']} runs failed; the means exclude them."] * (row["failed"] > 0)
     return notes
 
 
@@ -157,23 +157,23 @@ def _sentence(row: Mapping, start: Mapping, measure: str) -> str:
     digits, unit = decimals(half or difference, 4), " nats" if measure == "loss" else ""
     around = f" ± {half:.{digits}f}" if half is not None else ""
     if verdict == table.UNTRAINED:
-        answers = f"accuracies {row[measure]:.3f} and {start[measure]:.3f}, of a blind guess {row['blind']:.3f}"
+        answers = f"accuracies {row[measure]:.3f} and {start[measure]:.3f}, blind guess {row['blind']:.3f}"
         return f"{name} and {first} are not trained far enough to compare: {answers} ({count})."
-    horizon, after = start["tokens_per_parameter"], "after as many tokens"
-    after += f", {horizon:.2g} a parameter" if horizon else ""
+    horizon, after = start["tokens_per_parameter"], "after the same number of tokens"
+    after += f", {horizon:.2g} per parameter" if horizon else ""
     evidence = f"{count}" if p is None else f"p {'' if p < 0.001 else '= '}{table.p_value(p)}, {count}"
     evidence += "; rate at the edge" * bool(row["rates_at_edge"])
     if verdict == statistics.OPEN:
         needed = row["difference_seeds_needed"] and table.seeds_needed(row).replace(" (", " seeds (")
         evidence += f"; {needed} would decide it" if needed else ""
         by = minus(f"{difference:+.{digits}f}{around}{unit}")
-        text = f"{name} and {first} are not told apart {after}: {by} ({evidence})"
+        text = f"{name} and {first} do not differ significantly {after}: {by} ({evidence})"
     else:
         by = f"{abs(difference):.{digits}f}{around}{unit}"
         text = f"{name} is {verdict} than {first} by {by} {after} ({evidence})"
     later = row["verdict_at_equal_time"] if measure == "loss" else None
     if later in ("better", "worse", statistics.OPEN):
-        text += f", {'also' if later == verdict else f'but {later}'} after as many seconds"
+        text += f", {'also' if later == verdict else f'but {statistics.in_words(later)}'} at equal time"
     return text + "."
 
 
@@ -194,7 +194,7 @@ def _runs(part: Part, final: Mapping[str, list[Point]]) -> Table:
         Column("learning_rate", "learning rate", lambda of: of.values["learning_rate"], format=".5g"),
         Column(measure, measure, result, table.MEASURES[measure][0], ".5g"),
         Column("folder", "folder", lambda of: of.name),
-        Column("config", "config, where it differs", config),
+        Column("config", "changed config fields", config),
     ]
     return Table.of(columns, [point for points in final.values() for point in points])
 
@@ -226,8 +226,8 @@ def _against_state(rows: Sequence[Mapping], measure: str) -> list[Figure]:
     series = {row["variant"]: ([row["decode_state_bytes_1x"]], [row[measure]]) for row in known}
     halves = {row["variant"]: (row[measure], row[f"{measure}_interval"] or 0) for row in known}
     spread = {name: ([value - half], [value + half]) for name, (value, half) in halves.items()}
-    title = f"{measure.capitalize()} against the state that decoding keeps"
-    return [charts.curves(title, "bytes of a full context", AXES[measure], series, spread, log="x")]
+    title = f"{measure.capitalize()} against the size of the decoding state"
+    return [charts.curves(title, "bytes for a full context", AXES[measure], series, spread, log="x")]
 
 
 def _against_length(measured: Mapping[str, Mapping]) -> list[Figure]:
@@ -242,7 +242,7 @@ def _against_length(measured: Mapping[str, Mapping]) -> list[Figure]:
     return (
         [
             charts.curves(
-                title, "tokens, of which the second half is answered", AXES["accuracy"], series, spread, log="x"
+                title, "length of the sequence (answers in the second half)", AXES["accuracy"], series, spread, log="x"
             )
         ]
         if series

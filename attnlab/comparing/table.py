@@ -16,7 +16,7 @@ from attnlab.comparing.race import SPEEDS
 from attnlab.comparing.variants import Variant
 from attnlab.data.tasks import named
 from attnlab.results import statistics
-from attnlab.results.statistics import OPEN, Difference, known, mean_and_margin
+from attnlab.results.statistics import OPEN, Difference, in_words, known, mean_and_margin
 from attnlab.results.table import Column, with_interval
 from attnlab.support.errors import UserError
 from attnlab.training import overrides
@@ -125,7 +125,7 @@ def _is_blind(accuracies: np.ndarray, blind: float, resolution: float) -> bool:
 NATS, SHARES = "nats", "share of answers"
 MEASURES = {
     "loss": (NATS, "Nats per token, on the second half of the held-out text."),
-    "accuracy": (SHARES, "At the answers of held-out sequences, as long as those trained on."),
+    "accuracy": (SHARES, "At the answers of held-out sequences of the training length."),
 }
 
 
@@ -145,13 +145,13 @@ def _answer(measure: str, over: str, joint: str) -> list[Column]:
     unit, _ = MEASURES[measure]
     return [
         Column("variant", "variant", lambda of: of.variant.name),
-        Column("version", "version", lambda of: of.version, help="Six hex digits of a hash of the program of a layer."),
+        Column("version", "version", lambda of: of.version, help="Six hex digits that identify a layer's program."),
         Column(
             "verdict",
             "verdict",
             lambda of: of.verdict,
-            format=lambda row: row["verdict"] + ", rate at the edge" * bool(row["rates_at_edge"]),
-            help="Better or worse where the interval of the difference excludes 0. With 'rate at the edge' the best "
+            format=lambda row: in_words(row["verdict"]) + ", rate at the edge" * bool(row["rates_at_edge"]),
+            help="Better or worse if the interval of the difference excludes 0. With 'rate at the edge' the best "
             "learning rate of the variant, or of the first, may lie beyond those that were tried.",
         ),
         Column(
@@ -159,7 +159,7 @@ def _answer(measure: str, over: str, joint: str) -> list[Column]:
             "p",
             lambda of: of.difference and _number(of.difference.p),
             format=lambda row: p_value(row["difference_p"]),
-            help="Of the difference if there were none, by the paired t-test, times the number of differences.",
+            help="Of the paired t-test of the difference, times the number of differences.",
         ),
         *with_interval(
             f"difference_{measure}",
@@ -167,7 +167,7 @@ def _answer(measure: str, over: str, joint: str) -> list[Column]:
             lambda of: of.difference and of.difference[:2],
             f"{unit}, {joint}",
             "+",
-            "From the first variant, paired by seed; with 95 % probability all intervals of a table hold.",
+            "From the first variant, paired by seed. With 95 % probability all intervals contain their true values.",
         ),
         *_mean(measure, over, measure),
         *(_mean("loss", over, measure) if measure != "loss" else ()),
@@ -180,7 +180,7 @@ def _answer(measure: str, over: str, joint: str) -> list[Column]:
             "rates_at_edge",
             "",
             lambda of: of.edge,
-            help="Of the verdict: this variant's learning rate, or the first's.",
+            help="Whether the learning rate of this variant, or of the first, is at an edge.",
         ),
     ]
 
@@ -215,8 +215,8 @@ def _certainty(unit: str) -> list[Column]:
             "seeds needed",
             needed(0),
             format=seeds_needed,
-            help="To show the difference found with probability 80 %, by the spread of these seeds, and by the ends of "
-            "its 95 % interval.",
+            help="To show the observed difference with probability 80 %, by the spread of these seeds, and by the ends "
+            "of its 95 % interval.",
         ),
         Column("difference_seeds_needed_low", "", needed(1), help="By the lower end."),
         Column("difference_seeds_needed_high", "", needed(2), help="By the upper end."),
@@ -231,14 +231,14 @@ def _training(over: str) -> list[Column]:
             "diverged",
             "diverged",
             lambda of: of.diverged,
-            help="Runs whose loss was not finite; they count with the loss of chance.",
+            help="Runs whose loss was not finite; they count at chance level.",
             usual=0,
         ),
         Column(
             "failed",
             "failed",
             lambda of: len(of.pairs) - len(known(of.results["loss"])),
-            help="Runs without a result, which no mean includes.",
+            help="Runs without a result; the means exclude them.",
             usual=0,
         ),
         Column(
@@ -253,16 +253,16 @@ def _training(over: str) -> list[Column]:
             "learning_rate_at_edge",
             "",
             lambda of: of.rate.at_edge,
-            help="Whether it is the least or the largest tried.",
+            help="Whether it is the lowest or highest.",
         ),
         *with_interval(
             "loss_at_equal_time",
             "loss at equal time",
             lambda of: mean_and_margin(known(of.at_time[0])),
             f"{NATS}, {over}",
-            help="After as many seconds as the fastest variant trains, at the speeds of the race.",
+            help="After the training time of the fastest variant, at the speeds of the race.",
         ),
-        Column("verdict_at_equal_time", "", lambda of: of.at_time[1], help="Where it is the same in every round."),
+        Column("verdict_at_equal_time", "", lambda of: of.at_time[1], help="If it is the same in every round."),
     ]
 
 
@@ -270,11 +270,11 @@ def _measurements(measure: str) -> list[Column]:
     measured = [
         *((f"{measure}_{times}x", *_at_length(measure, times)) for times in LENGTHS[measure]),
         ("parameters", "parameters", "", "The number of parameters."),
-        ("flops_per_token_train", "FLOPs/token", "", "Of training, counted from the traced program."),
+        ("flops_per_token_train", "FLOPs/token", "", "Of training, counted in the traced program."),
         ("flops_per_token_decode", "", "", "Of decoding with a full context."),
-        ("peak_memory_bytes", "peak bytes", "", "Of a training step, as the compiler allots them."),
-        ("decode_state_bytes_1x", "state bytes", "", "Of one text of a full context, which decoding keeps."),
-        ("decode_state_bytes_8x", "", "", "Of a text eight times as long."),
+        ("peak_memory_bytes", "peak bytes", "", "Of a training step, as the compiler allocates them."),
+        ("decode_state_bytes_1x", "state bytes", "", "Of the decoding state for one text that fills the context."),
+        ("decode_state_bytes_8x", "", "", "For a text eight times as long."),
     ]
 
     def of_file(key: str) -> Callable[[VariantResults], Any]:
@@ -290,7 +290,7 @@ def _measurements(measure: str) -> list[Column]:
             "tokens/parameter",
             lambda of: of.tokens / of.measured["parameters"] if "parameters" in of.measured else None,
             format=".2g",
-            help=f"Of training. Below {EARLY} rankings may change with more.",
+            help=f"Of training. Below {EARLY}, rankings may change with more.",
         ),
         *_speeds(),
         Column(
@@ -300,12 +300,12 @@ def _measurements(measure: str) -> list[Column]:
             format=lambda row: f"{row['conforms_worst']:.2f}" if row["conforms"] else "no",
             help="The largest error of the variant's operators, in units of its bound by the specification.",
         ),
-        Column("conforms_worst", "", certificate("worst"), help="The largest error, also where it conforms."),
+        Column("conforms_worst", "", certificate("worst"), help="The largest error, whether or not it conforms."),
         Column(
             "comparable",
             "comparable",
             lambda of: of.variant.comparable,
-            help="Whether the size is within 2 % of the first's, which was to be matched; a state within 5 %.",
+            help="Whether the matched size is within 2 % of the first variant's; a state within 5 %.",
             usual=True,
         ),
     ]
@@ -317,7 +317,7 @@ def _at_length(measure: str, times: int) -> tuple[str, str, str]:
         return (
             "",
             ".4f",
-            "Within the context." if measure == "loss" else "In the second half of sequences of the context.",
+            "Within the context." if measure == "loss" else "In the second half of sequences as long as the context.",
         )
     if measure == "loss":
         return f"loss to {times}×", ".4f", f"At positions between {times // 2} and {times} contexts."
@@ -338,11 +338,11 @@ def _speeds() -> list[Column]:
             format=lambda row: "{:,.0f} ({:,.0f} to {:,.0f})".format(
                 *(row[f"{trained}{end}"] for end in ("", "_low", "_high"))
             ),
-            help="The median of the race's rounds, and the slowest and the fastest one.",
+            help="The median of the race's rounds, and the slowest and fastest round.",
         ),
         Column(f"{trained}_low", "", speed(trained, min), help="Of the slowest round."),
         Column(f"{trained}_high", "", speed(trained, max), help="Of the fastest round."),
-        *(Column(name, title, speed(name), help="Of one text, median.") for name, title in titles.items()),
+        *(Column(name, title, speed(name), help="For one text, median.") for name, title in titles.items()),
     ]
 
 

@@ -52,17 +52,17 @@ class Variant(NamedTuple):
         changed = [field for field, value in found.fields.items() if field in before and value != before[field]]
         for field in sorted(changed, key="data.name".__eq__):  # last, because a path sets it as well
             if field in CHOSEN:
-                raise UserError(f"variant {self.name!r}: config.{field} is chosen by the comparison: leave it to it")
+                raise UserError(f"variant {self.name!r}: the comparison chooses config.{field}: remove it")
             if field.startswith(SHARED):
-                why = "all variants have it in common, because losses are compared after as many tokens of one text"
-                raise UserError(f"variant {self.name!r}: config.{field}: {why}: set it for the whole comparison")
+                why = "must be equal in all variants, because losses are compared after equally many tokens of one text"
+                raise UserError(f"variant {self.name!r}: config.{field} {why}: set it for the whole comparison")
         return found
 
 
 def of_values(variants: Mapping[str, Any]) -> list[Variant]:
     """Build variants from a dictionary of names and definitions: see `attnlab.comparing.compare`."""
     if not isinstance(variants, Mapping):
-        raise ArgumentError("variants", variants, "expected a dictionary of names, and what makes each")
+        raise ArgumentError("variants", variants, "expected a dictionary from names to definitions")
     _check_kinds([what.get("model.layers") if isinstance(what, Mapping) else what for what in variants.values()])
     if wrong := [name for name in variants if not isinstance(name, str) or not name.strip() or "\n" in name]:
         raise UserError(f"variant {wrong[0]!r}: expected a name of one line")
@@ -107,7 +107,7 @@ def _check_kinds(layers: Sequence) -> None:
         if isinstance(config, type):
             kind = config.kind if issubclass(config, LayerConfig) else config.__name__
             if kinds.setdefault(kind, config) is not config:
-                raise UserError(f"two classes of layers are named {kind}: rename one")
+                raise UserError(f"two layer classes are named {kind}: rename one")
 
 
 def parse(texts: Sequence[str], file: str | None) -> dict[str, Any]:
@@ -116,13 +116,13 @@ def parse(texts: Sequence[str], file: str | None) -> dict[str, Any]:
     in_file = experiments.dictionary(file, "VARIANTS") if file else {}
     if file and not in_file:
         raise UserError(
-            f"{file} has no dictionary VARIANTS of names, and their fields and values: write one, or name variants "
+            f"{file} has no dictionary VARIANTS from names to fields and values: write one, or name variants "
             'with --variant "NAME: FIELD=VALUE"'
         )
     found += in_file.items()
     names = [name for name, _ in found]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"--variant={twice[0]!r} is there twice: choose another name")
+        raise UserError(f"--variant={twice[0]!r} is given twice: choose another name")
     return dict(found)
 
 
@@ -179,8 +179,8 @@ def _matched(variant: Variant, base: RunConfig, vocab_size: int, of: str, wanted
     while (largest := size_at(high)) < wanted:
         if high > WIDEST:
             raise UserError(
-                f"variant {variant.name!r}: {of} = {largest:,.0f} at width {high:,}, of the first {wanted:,.0f}: no "
-                "width makes it as large; change its heads, or choose another size to match"
+                f"variant {variant.name!r}: {of} = {largest:,.0f} at width {high:,}, but the first variant has "
+                f"{wanted:,.0f}: no width makes it as large; change its heads, or match another size"
             )
         low, high = high, 2 * high
     while high - low > step:

@@ -166,7 +166,7 @@ def load(
     paths = {each: "" if _is_named(each) else each for each in weights} if mixture else {name: path}
     found = {each: _find(each, paths[each], feature) for each in weights}
     if feature and not any(source.feature == feature for source in found.values()):
-        raise UserError(f"data.feature = {feature!r}, but {path or ', '.join(weights)} has no features: leave it out")
+        raise UserError(f"data.feature = {feature!r}, but {path or ', '.join(weights)} has no features: remove it")
     parts = [_scanned(each, path or each, source, validation_fraction, quiet) for each, source in found.items()]
     return Mixture(tuple(parts), tuple(weights.values())) if mixture else parts[0]
 
@@ -254,11 +254,9 @@ def _scanned(name: str, called: str, source: Source, validation_fraction: float,
         if before and all(stamp[2] < (started - _SETTLED) * 1e9 for stamp in before[-1]):
             cache.remember("scans", [_VERSION, before], scan)
     if not scan["characters"]:
-        raise UserError(f"{called} is empty: give a text with at least a few thousand characters")
+        raise UserError(f"{called} is empty: use a text with at least a few thousand characters")
     if len(scan["alphabet"]) < 2:
-        raise UserError(
-            f"{called} repeats {scan['alphabet']!r} alone, so there is nothing to predict: give another text"
-        )
+        raise UserError(f"{called} only repeats {scan['alphabet']!r}, so there is nothing to predict: use another text")
     held_out = scan.pop("held_out")
     cut = int(scan["characters"] * (1 - validation_fraction)) if held_out is None else scan["characters"] - held_out
     return Corpus(name, train_characters=cut, source=source, **scan)

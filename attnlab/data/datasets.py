@@ -120,7 +120,7 @@ def _prepare(builder, name):
         if builder.is_prepared() and builder.info.splits:
             return builder
     if isinstance(builder, tfds.core.BeamBasedBuilder):
-        raise UserError(f"{name} needs Apache Beam to be prepared: prepare it elsewhere with {_recipe(builder, name)}")
+        raise UserError(f"preparing {name} needs Apache Beam: prepare it elsewhere with {_recipe(builder, name)}")
     # Without a network, the default of ten attempts would take minutes without any message.
     downloader.MAX_RETRIES = RETRIES
     remedy = CHECK_NETWORK
@@ -168,7 +168,7 @@ def _one_line_errors(name, builder=None, done="prepared", remedy=CHECK_NETWORK):
     except ModuleNotFoundError as error:
         where = _recipe(builder, name) if builder else "tfds build --file_format=array_record"
         raise UserError(
-            f"{name} needs {error.name} to be prepared, which attnlab does not use: prepare it elsewhere with {where}"
+            f"preparing {name} needs {error.name}, which attnlab does not use: prepare it elsewhere with {where}"
         ) from error
     except PermissionError as error:
         raise UserError(

@@ -34,7 +34,7 @@ def pretrained(folder: Path, vocab_size: int | None = None) -> tokenizers.Tokeni
     if not file.exists():
         return None
     if not combined.exists() and not merges.exists():
-        raise UserError(f"{merges} is missing, which belongs to {vocabulary}: put it there")
+        raise UserError(f"{merges}, which belongs to {vocabulary}, is missing: put it there")
     try:
         if not combined.exists():
             for part in (vocabulary, merges):
@@ -54,7 +54,7 @@ def pretrained(folder: Path, vocab_size: int | None = None) -> tokenizers.Tokeni
     except Exception as error:  # Hugging Face's library raises no narrower one
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
-            f"{file} is not a byte-level BPE like GPT-2's, nor of SentencePiece like Llama 2's ({why}): put the "
+            f"{file} is neither a byte-level BPE like GPT-2's nor from SentencePiece like Llama 2's ({why}): put the "
             "model's own files there"
         ) from error
 

@@ -92,7 +92,7 @@ def _kind(path: str) -> str:
     if os.path.isdir(path):
         raise UserError(f"{path} is a folder: give a file, or a glob such as '{path}/*.txt'")
     if not os.path.isfile(path):
-        raise UserError(f"{path} is a pipe or a device, and a text is read several times: write it to a file")
+        raise UserError(f"{path} is a pipe or a device, but a text is read several times: write it to a file")
     suffix = Path(path).suffix.lower()
     if suffix in (".gz", ".zst", ".bz2", ".xz", ".zip"):
         raise UserError(f"{path} is compressed: decompress it first")

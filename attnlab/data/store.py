@@ -114,12 +114,12 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise _damaged(path, f"{_MANIFEST}: {error}") from error
         if manifest["key"] != key:
-            raise _damaged(path, "it has another key")
+            raise _damaged(path, "its key differs")
         self._files: dict[str, list] = manifest["files"]
         for name, (size, _) in self._files.items():
             file = path / name
             if not file.is_file() or file.stat().st_size != size:
-                raise _damaged(path, f"{name} is missing, or not of {size} bytes")
+                raise _damaged(path, f"{name} is missing, or does not have {size} bytes")
         self.train, self.validation = (Tokens(path, split, **manifest["splits"][split]) for split in SPLITS)
 
     def verify(self) -> None:
@@ -135,7 +135,7 @@ class Store:
 
 
 def _damaged(path: Path, why: str) -> UserError:
-    return UserError(f"the token store {path} is damaged ({why}): remove it, and it is made again")
+    return UserError(f"the token store {path} is damaged ({why}): remove it to have it rebuilt")
 
 
 class Tokens:
@@ -190,7 +190,7 @@ def _lock(path: Path, name: str, quiet: bool):
     with path.open("a") as file:
         if not lock(file.fileno()):
             if not quiet:
-                print(f"waiting for another process that tokenises {name}", flush=True)
+                print(f"waiting for another process to tokenise {name}", flush=True)
             lock(file.fileno(), wait=True)
         yield  # without locks, both processes write the store
         path.unlink(missing_ok=True)

@@ -57,7 +57,7 @@ class TrainedTokenizer(LibraryTokenizer):
           UserError: an empty text, or a vocabulary smaller than the kind's minimum.
         """
         if not text:
-            raise UserError("the text is empty: give a text with at least a few thousand characters")
+            raise UserError("the text is empty: use a text with at least a few thousand characters")
         # The library reserves memory for all tokens, and a text cannot have more than these: bytes, characters, and
         # one for each merged pair.
         vocab_size = min(vocab_size, 256 + 2 * len(characters or "") + 3 * len(text))

@@ -83,7 +83,7 @@ def generate(
     9
     """
     if stop and tokenizer is None:
-        raise ValueError("stop strings need a tokenizer: give tokenizer=, or the tokens that end a text as end=")
+        raise ValueError("stop strings need a tokenizer: pass tokenizer=, or the tokens that end a text as end=")
     draw = Draw(temperature, top_k, top_p, vocab_size, min_p, repetition_penalty)
     ends = StopStrings(stop, tokenizer).after if stop else None
     options = {"seed": seed, "num_samples": num_samples, "end": end, "stop": ends}

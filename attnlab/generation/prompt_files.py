@@ -20,7 +20,7 @@ def read_prompts(path: str) -> list[str]:
         raise UserError(f"--prompts={path} cannot be read: {reason}") from error
     numbered = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not numbered:
-        raise UserError(f"--prompts={path} holds no prompt: give one a line")
+        raise UserError(f"--prompts={path} has no prompts: write one per line")
     if not path.endswith(".jsonl"):
         return [line for _, line in numbered]
     return [_prompt(path, number, line) for number, line in numbered]
@@ -50,7 +50,7 @@ class Records:
         self._file = self._part.open("a+b", buffering=0)
         if not lock(self._file.fileno()) or self.path.exists():  # another command held the lock and wrote it
             self._file.close()
-            raise UserError(f"--out={path}: another command writes it: wait for it, or give another file")
+            raise UserError(f"--out={path}: another command is writing it: wait for it, or choose another file")
         self._file.seek(0)
         whole = [line for line in self._file.readall().splitlines(keepends=True) if line.endswith(b"\n")]
         self.count = len(whole) // group * group
@@ -73,5 +73,5 @@ class Records:
             try:
                 os.link(self._part, self.path)  # unlike a rename, never overwrites
             except FileExistsError as error:
-                raise UserError(f"{self.path} exists by now: the texts are in {self._part}") from error
+                raise UserError(f"{self.path} already exists: the texts are in {self._part}") from error
             self._part.unlink()

@@ -60,7 +60,7 @@ def score(run, texts: Sequence[str], *, batch_size: int = 8) -> list[Score]:
     (11, (11,), True)
     """
     if isinstance(texts, str):
-        raise ValueError("texts is a string: give a list of texts")
+        raise ValueError("texts is a string: pass a list of texts")
     if run.tokenizer is None:
         raise ValueError("the run has no tokenizer: score token ids with attnlab.generation.scoring.logprobs")
     ids = [run.tokenizer.encode(text) for text in texts]

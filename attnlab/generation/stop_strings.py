@@ -60,13 +60,13 @@ def _begun(text: str, string: str) -> int:
 def _check(string: str, tokenizer: Tokenizer) -> None:
     """Raise UserError if no tokens can form a stop string."""
     if not string:
-        raise UserError("a stop string is empty: give one or more characters, or leave it out")
+        raise UserError("a stop string is empty: give one or more characters, or remove it")
     try:
         tokenizer.encode(string)
     except UserError as error:
-        raise UserError(f"no tokens make the stop string {string!r}: {error}") from error
+        raise UserError(f"no tokens can form the stop string {string!r}: {error}") from error
     if tokenizer.kind == "word" and not _made_of(string, [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]):
-        raise UserError(f"no tokens make the stop string {string!r}: the tokenizer has no such words; choose others")
+        raise UserError(f"no tokens can form the stop string {string!r}: the tokenizer lacks such words; choose others")
 
 
 def _made_of(string: str, pieces: list[str]) -> bool:

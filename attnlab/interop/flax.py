@@ -111,7 +111,7 @@ class _AttentionFn:
 def _check_products(precision, **einsums) -> None:
     for name, einsum in einsums.items():
         if einsum is not None:
-            raise ValueError(f"{name} = {einsum!r}: expected None, as attnlab computes the products; leave it out")
+            raise ValueError(f"{name} = {einsum!r}: expected None, as attnlab computes the products; remove it")
     precisions = precision if isinstance(precision, tuple) else (precision,)
     if any(one not in (None, "default", jax.lax.Precision.DEFAULT) for one in precisions):
         raise ValueError(
@@ -124,10 +124,10 @@ def _check_dropout(rate, key, broadcast) -> None:
     if broadcast:
         raise ValueError(
             f"broadcast_dropout = {broadcast} with dropout_rate = {rate}: expected False, as weights are dropped "
-            "independently; give the layer broadcast_dropout=False"
+            "independently; set broadcast_dropout=False in the layer"
         )
     if key is None:
-        raise ValueError(f"dropout_rng = None with dropout_rate = {rate}: give a key, or deterministic=True")
+        raise ValueError(f"dropout_rng = None with dropout_rate = {rate}: pass a key, or deterministic=True")
 
 
 def _join(terms, query, key, bias, mask, is_causal) -> dict:
@@ -150,8 +150,8 @@ def _require_positions(named, q_length, kv_length) -> None:
         if q_length != kv_length and any(getattr(node, "positional", False) for node in nodes):
             raise ValueError(
                 f"{name} compares positions, but Tq = {q_length} and Tk = {kv_length} differ and flax passes no "
-                "positions of the queries: leave causality to flax, whose decode=True masks by itself, or give "
-                "attention_fn q_positions and kv_positions"
+                "query positions: leave causality to flax, because its decode=True masks by itself, or pass "
+                "q_positions and kv_positions to attention_fn"
             )
 
 

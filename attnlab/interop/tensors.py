@@ -190,7 +190,7 @@ def check_names(tensors: Sequence[Tensor], state: Mapping, source: str, ignored:
     """Raise UserError unless a state dict holds the tensors and, except for ignored ones, no others."""
     expected = dict.fromkeys(tensor.name for tensor in tensors if tensor.constant is None)
     if missing := [name for name in expected if name not in state]:
-        raise UserError(f"{source} lacks the tensor {_few(missing)}: is it complete, and of this architecture?")
+        raise UserError(f"{source} lacks the tensor {_few(missing)}: is it complete, and for this architecture?")
     if extra := [name for name in state if name not in expected and name not in ignored]:
         raise UserError(f"{source} holds the tensor {_few(extra)}, which the model does not have")
 

@@ -118,7 +118,7 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
         ) from error
     sizes, state = (saved.get(name) if isinstance(saved, Mapping) else None for name in ("model_args", "model"))
     if not isinstance(sizes, Mapping) or not isinstance(state, Mapping):
-        raise UserError(f"{path} holds no 'model' and 'model_args': is it nanoGPT's ckpt.pt?")
+        raise UserError(f"{path} has no 'model' and 'model_args': is it nanoGPT's ckpt.pt?")
     # torch.compile prefixes every name.
     state = {str(name).removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
     if missing := {"vocab_size", "n_layer", "n_head", "n_embd", "block_size"} - sizes.keys():

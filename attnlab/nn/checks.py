@@ -33,16 +33,15 @@ def check_segments(segments, tokens, **excluded) -> None:
         return
     if not isinstance(segments, jax.Array | np.ndarray) or not jnp.issubdtype(segments.dtype, jnp.integer):
         kind = getattr(segments, "dtype", type(segments).__name__)
-        raise ValueError(f"segments is {kind}, expected an integer array: the number of each token's document")
+        raise ValueError(f"segments is {kind}, expected an integer array: each token's document number")
     integers("segments", segments)
     if jnp.shape(segments) != jnp.shape(tokens)[:2]:
         raise ValueError(
-            f"segments has shape {jnp.shape(segments)}, expected {jnp.shape(tokens)[:2]}: the number of each token's "
-            "document"
+            f"segments has shape {jnp.shape(segments)}, expected {jnp.shape(tokens)[:2]}: each token's document number"
         )
     for name, value in excluded.items():
         if value is not None:
-            raise ValueError(f"segments are of whole sequences, whose positions they tell: leave out {name}")
+            raise ValueError(f"segments cannot be combined with {name}: they define positions in whole sequences")
 
 
 def check_lengths(lengths, tokens, **excluded) -> None:
@@ -52,13 +51,13 @@ def check_lengths(lengths, tokens, **excluded) -> None:
     if not jnp.issubdtype(jnp.result_type(lengths), jnp.integer) or jnp.shape(lengths) != jnp.shape(tokens)[:1]:
         raise ValueError(
             f"lengths has shape {jnp.shape(lengths)} and type {jnp.result_type(lengths)}, expected integers "
-            f"{jnp.shape(tokens)[:1]}: the tokens of each sequence that are not padding"
+            f"{jnp.shape(tokens)[:1]}: the tokens in each sequence that are not padding"
         )
     integers("lengths", lengths)
     in_range("lengths", lengths, jnp.shape(tokens)[1] + 1, remedy="count the tokens of each sequence")
     for name, value in excluded.items():
         if value is not None:
-            raise ValueError(f"lengths are of a sequence that attends to itself: leave out {name}, or give a mask")
+            raise ValueError(f"lengths are for self-attention only: remove {name}, or pass a mask")
 
 
 def check_tokens(config, tokens, caches, segments, lengths) -> None:
@@ -72,7 +71,7 @@ def check_tokens(config, tokens, caches, segments, lengths) -> None:
         return
     alone = hasattr(caches, "length")  # one layer's cache, itself a tuple
     if alone or len(caches) != config.num_layers:
-        found = f"one {type(caches).__name__}" if alone else f"{len(caches)} of them"
+        found = f"one {type(caches).__name__}" if alone else f"a sequence of {len(caches)}"
         remedy = f"make them with model.init_caches(batch={tokens.shape[0]})"
         raise ValueError(f"caches is {found}, expected a sequence of num_layers = {config.num_layers}: {remedy}")
     for number, cache in enumerate(caches):
@@ -86,13 +85,13 @@ def check_outputs(config, tokens, caches, places, targets) -> None:
         batch, length = jnp.shape(tokens)
         if jnp.ndim(places) != 2 or jnp.shape(places)[0] != batch:
             raise ValueError(f"places has shape {jnp.shape(places)}, expected [{batch}, places]")
-        in_range("places", places, length, remedy="positions of the tokens of this call")
+        in_range("places", places, length, remedy="pass positions of tokens in this call")
     if targets is None:
         return
     if caches is not None:
-        raise ValueError("targets are for whole sequences: leave out caches")
+        raise ValueError("targets are for whole sequences: remove caches")
     if jnp.shape(targets) != jnp.shape(predicted):
         raise ValueError(
-            f"targets has shape {jnp.shape(targets)}, expected {jnp.shape(predicted)}, as tokens or places"
+            f"targets has shape {jnp.shape(targets)}, expected {jnp.shape(predicted)}, like tokens or places"
         )
     in_range("targets", targets, config.vocab_size, remedy="shift the tokens by one")

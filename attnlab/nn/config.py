@@ -59,11 +59,11 @@ class ModelConfig:
       padded_vocab_size: rows of the token tables; the rows after the tokens are padding. None for vocab_size.
     """
 
-    vocab_size: int = option("tokens of the vocabulary, V", 256, low=1)
-    num_layers: int = option("layers of blocks, L", 4, low=1, high=10_000)
-    num_heads: int = option("heads of a layer, H, unless its own options say otherwise", 4, low=1)
+    vocab_size: int = option("vocabulary size, V", 256, low=1)
+    num_layers: int = option("number of blocks, L", 4, low=1, high=10_000)
+    num_heads: int = option("heads per layer, H, unless the layer's own options say otherwise", 4, low=1)
     width: int = option("features of the residual stream, F", 128, low=1)
-    context: int = option("tokens of the longest training sequence; the number of learned positions", 64, low=1)
+    context: int = option("longest training sequence in tokens; also the number of learned positions", 64, low=1)
     dropout: float = option(
         "probability of dropping an embedding, an attention weight or an element of a layer's output",
         0.0,
@@ -71,31 +71,31 @@ class ModelConfig:
         high=0.999,
     )
     positions: str = option(
-        "how positions are encoded; auto is rotary for layers of attention, none for others", "auto", choices=POSITIONS
+        "how positions are encoded; auto is rotary for attention layers, none for others", "auto", choices=POSITIONS
     )
-    use_bias: bool = option("biases of linear layers and norms", False)
+    use_bias: bool = option("biases in linear layers and norms", False)
     norm: str = option("kind of norm; the gain of rms_plus_one is 1 + scale", "layer", choices=NORMS)
     norm_at: str = option(
-        "where the norms of attention and feed-forward layers are; hybrid is after in blocks of attention, before in "
-        "blocks of other mixers",
+        "where the norms of attention and feed-forward layers are; hybrid is after in attention blocks, before in all "
+        "other blocks",
         "before",
         choices=(*NORM_AT, "hybrid"),
     )
-    norm_epsilon: float = option("ε of the norms; of qk_norm where norm is not layer", NORM_EPSILON, low=1e-30, high=1)
+    norm_epsilon: float = option("ε of the norms; of qk_norm too unless norm is layer", NORM_EPSILON, low=1e-30, high=1)
     mlp: str = option("kind of feed-forward layer", "plain", choices=MLPS)
     mlp_ratio: float = option(
-        "width of the feed-forward layer over the model's; 0 for attention alone", 4.0, low=0, high=1e3
+        "feed-forward width divided by the model's width; 0 for no feed-forward layers", 4.0, low=0, high=1e3
     )
-    activation: str = option("of the feed-forward layer", "gelu_tanh", choices=ACTIVATIONS)
-    tie_embeddings: bool = option("the output layer shares the weights of the embedding", True)
-    embedding_scale: float = option("factor of the embeddings", 1.0, low=1e-6, high=1e6)
-    logit_scale: float = option("factor of the logits", 1.0, low=1e-6, high=1e6)
-    logit_cap: float | None = option("limit of the logits, after their factor; None for no limit", None, **_CAP)
-    zero_outputs: bool = option("layers that project onto the residual stream start at 0", False)
+    activation: str = option("activation of the feed-forward layer", "gelu_tanh", choices=ACTIVATIONS)
+    tie_embeddings: bool = option("the output layer shares the embedding's weights", True)
+    embedding_scale: float = option("factor applied to the embeddings", 1.0, low=1e-6, high=1e6)
+    logit_scale: float = option("factor applied to the logits", 1.0, low=1e-6, high=1e6)
+    logit_cap: float | None = option("limit on the logits, after logit_scale; None for no limit", None, **_CAP)
+    zero_outputs: bool = option("initialize projections onto the residual stream to 0", False)
     remat: str = option(
-        "values of a block that are stored for the gradient; the rest is computed again: none recomputes nothing (in a "
-        "loop no product), dots stores matrix products, attention the block's input and the operator's output, block "
-        "the input alone: a third more operations, the least memory",
+        "which activations of a block are stored for the gradient; the others are recomputed. none recomputes nothing "
+        "(in a loop: no matrix product), dots stores matrix products, attention stores the block's input and the "
+        "operator's output, block stores only the input: a third more operations, the least memory",
         "none",
         choices=REMAT,
     )
@@ -244,7 +244,7 @@ def _layers(layers: str | LayerConfig | Sequence[LayerConfig], now: Sequence[Lay
     found = {}
     for layer in now:
         if layer.kind in words and found.setdefault(layer.kind, layer) != layer:
-            expected = f"which options of {layer.kind} stay? its layers have different ones: expected configs of layers"
+            expected = f"the layers of kind {layer.kind} have different options: expected configs of layers"
             raise FieldError("layers", layers, expected)
     return tuple(found.get(word) or KINDS[word]() for word in words)
 
@@ -283,7 +283,7 @@ def _check_model(model: ModelConfig) -> None:
     encoding, rotating = model.position_encoding, [layer for layer in model.used if layer.rotary is not None]
     biased = [layer for layer in model.used if any(field.name == "score_mod" for field in dataclasses.fields(layer))]
     if (encoding == "rotary" and not rotating) or (encoding == "alibi" and not biased):
-        raise FieldError("positions", encoding, f"no layer of {kinds} has them: expected auto or none")
+        raise FieldError("positions", encoding, f"layers of {kinds} do not use them: expected auto or none")
     for layer in rotating:
         if encoding == "rotary":
             break
@@ -303,4 +303,4 @@ def _check_model(model: ModelConfig) -> None:
         raise FieldError("padded_vocab_size", model.padded_vocab_size, expected)
     residual = [layer.kind for layer in model.used if layer.value_residual]
     if residual and len(residual) < len(model.used):
-        raise FieldError(f"{residual[0]}.value_residual", True, f"expected in all layers or none, which are {kinds}")
+        raise FieldError(f"{residual[0]}.value_residual", True, f"expected in all layers ({kinds}) or in none")

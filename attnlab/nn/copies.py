@@ -43,8 +43,8 @@ def source_of(value, code) -> tuple[str, Path, str]:
     try:
         path = Path(inspect.getsourcefile(sys.modules.get(value.__module__) or functions(code)[0])).absolute()
     except (TypeError, OSError, IndexError) as error:
-        remedy = "write it into a file, or into a cell without %%, so that a run can find it"
-        raise UserError(f"{value!r} is of no file, and no method of it of a notebook's cell: {remedy}") from error
+        remedy = "define it in a file, or in a cell without %%, so that a run can find it"
+        raise UserError(f"{value!r} is defined neither in a file nor in a notebook cell: {remedy}") from error
     return name, path, text_of(path)
 
 

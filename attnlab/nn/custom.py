@@ -146,14 +146,14 @@ def check_used(files: Sequence[str], layers: Sequence[LayerConfig]) -> None:
     for file in files:
         if str(Path(file).expanduser().absolute()) not in used:
             kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
-            raise UserError(f"--import={file}: no layer is from it, as they are {kinds}: set config.model.layers")
+            raise UserError(f"--import={file}: no layer comes from it (layers: {kinds}): set config.model.layers")
 
 
 def to_load(models: Sequence[ModelConfig]) -> list[tuple[str, str]]:
     """The files from which `load` gets the models' user code in another process, to "run" or, for kinds, to "import".
 
     Raises:
-      UserError: code exists in this process alone, or its name means something else in its file.
+      UserError: code exists only in this process, or its name means something else in its file.
     """
     found, files_ = {}, {module.__file__ for name, module in list(sys.modules.items()) if name.startswith(_RUN)}
     layers = list({layer: None for model in models for layer in model.layers})
@@ -172,8 +172,8 @@ def _checked(name: str, path: str, how: str, is_valid: bool) -> str:
     if is_valid:
         return how
     raise UserError(
-        f"{name} lives in this process alone, and jobs are processes of their own: define it by its name in a file, "
-        "and run that by --import=FILE, in Python attnlab.nn.custom.import_file(FILE); or train here, with jobs = 0"
+        f"{name} exists only in this process, but jobs are separate processes: define it under this name in a file "
+        "and pass --import=FILE (in Python, attnlab.nn.custom.import_file(FILE)), or train here, with jobs = 0"
     )
 
 
@@ -233,7 +233,7 @@ def check_imported(code: Mapping[str, Mapping[str, str]], where) -> None:
     """
     for kind, saved in code.items():
         if kind not in _SOURCES and not saved["file"]:
-            raise UserError(f"{where} uses a value of Python, {kind!r}: attnlab.nn.register it again with this name")
+            raise UserError(f"{where} uses {kind!r}, defined in Python: attnlab.nn.register it again under this name")
         if kind not in _SOURCES:
             raise UserError(
                 f"{where} uses custom code, {kind!r}: pass --import={saved['file']}, or the run's copy, to run it"
@@ -243,9 +243,9 @@ def check_imported(code: Mapping[str, Mapping[str, str]], where) -> None:
 def _add(value, name: str, *source) -> str:
     config = _config_of(value, name)
     if not name.isidentifier() or name in {field.name for field in dataclasses.fields(ModelConfig)}:
-        raise UserError(f"{name!r}: expected a name such as 'mine', and none of a field of ModelConfig")
+        raise UserError(f"{name!r}: expected a name such as 'mine' that is no field of ModelConfig")
     if name in KINDS and not is_custom(name):
-        raise UserError(f"{name!r} is a kind of attnlab: choose another name")
+        raise UserError(f"{name!r} is a built-in kind: choose another name")
     if name not in _SOURCES or _SOURCES[name][0] is not value:
         KINDS[name] = config  # replaces another of this name, as when a notebook's cell runs again
     _SOURCES[name] = value, *source
@@ -261,7 +261,7 @@ def _config_of(value, name: str) -> type[LayerConfig]:
     if not _is_part(value):
         shown = f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
         raise UserError(
-            f"{name} is {shown}: expected a subclass of attnlab.nn.Layer or LayerConfig, a module of one input whose "
+            f"{name} is {shown}: expected a subclass of attnlab.nn.Layer or LayerConfig, a module with one input whose "
             "fields have defaults, a score mod, a function of (score, b, h, i, j) or a mask"
         )
     if not isinstance(value, type):
@@ -278,7 +278,7 @@ def as_layer(module: nn.Module) -> Layer:
     """A module as a layer: itself, or a `Plain` layer with the same fields; UserError for anything else."""
     if not isinstance(module, nn.Module):
         name = getattr(module, "__name__", None)
-        raise UserError(f"{module!r} is no module: expected {f'one of it, {name}(…)' if name else 'a layer'}")
+        raise UserError(f"{module!r} is not a module: expected {f'an instance, {name}(…)' if name else 'a layer'}")
     if isinstance(module, Layer):
         return module
     fields = [field.name for field in dataclasses.fields(module) if field.init and field.name not in ("parent", "name")]

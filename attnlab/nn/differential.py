@@ -46,7 +46,7 @@ class DifferentialAttention(MultiHeadAttention):
         heads, size = self._of_keys(features)
         if heads % 2 or self.num_heads % 2:
             name, odd = ("num_heads", self.num_heads) if self.num_heads % 2 else ("kv_heads", heads)
-            raise FieldError(name, odd, "expected an even number, as differential attention has two maps a head")
+            raise FieldError(name, odd, "expected an even number, as differential attention has two maps per head")
         return heads // 2, 2 * size
 
     def attend(self, q, k, v, terms, context):

@@ -32,7 +32,7 @@ def cosine_similarity(u: Float[Array, "*M F"], v: Float[Array, "*N F"]) -> Float
         return x * jnp.where(squares == 0, 0, jax.lax.rsqrt(jnp.where(squares == 0, 1, squares)))
 
     if jnp.shape(u)[-1:] != jnp.shape(v)[-1:]:
-        raise ValueError(f"u has shape {jnp.shape(u)} and v {jnp.shape(v)}: give both the same width, the last axis")
+        raise ValueError(f"u has shape {jnp.shape(u)} and v {jnp.shape(v)}: give both the same width (last axis)")
     return jnp.tensordot(unit(u), unit(v), axes=(-1, -1))
 
 

@@ -56,13 +56,13 @@ class LatentAttention(checks.MaskedModule, Layer):
     nope_dim: int
     rope_dim: int
     value_dim: int
-    q_rank: int | None = option("features of the latent of queries, Rq; None for queries from x", None, low=1)
+    q_rank: int | None = option("features of the query latent, Rq; None to project queries from x", None, low=1)
     use_bias: bool = False
     mask: checks.MaskLike | None = None
     score_mod: object = None
     dropout_rate: float = 0.0
     rotary: float | Rotary | None = None
-    scale: float | None = option("factor of attention logits; None for 1/√(N + D)", None, low=1e-9, high=1e6)
+    scale: float | None = option("factor applied to attention logits; None for 1/√(N + D)", None, low=1e-9, high=1e6)
     norm_epsilon: float = 1e-6
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     out_kernel_init: nn.initializers.Initializer | None = None
@@ -176,7 +176,7 @@ class _Kernel(nn.Module):
 class LatentConfig(SoftmaxConfig, of=LatentAttention, kind="latent"):
     """Multi-head latent attention; default sizes as in DeepSeek-AI 2024 (arXiv 2405.04434), section 3.1.2."""
 
-    kv_rank: int | None = option("features of the latent of keys and values; None for 4·width / num_heads", None, low=1)
+    kv_rank: int | None = option("features of the key-value latent; None for 4·width / num_heads", None, low=1)
     nope_dim: int | None = option("features of a key without rotary position; None for width / num_heads", None, low=1)
     rope_dim: int | None = option("rotated features of a key, shared by all heads; None for half nope_dim", None, low=2)
     value_dim: int | None = option("features of a value; None for nope_dim", None, low=1)

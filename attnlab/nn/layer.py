@@ -134,7 +134,7 @@ class Layer(nn.Module):
                 f"the inputs of {type(self).__name__} have shape {jnp.shape(x)}, expected [batch, length, features]"
             )
         if cache is not None and context.positions is not None:
-            raise ValueError("a cache counts positions by itself: leave out positions, or set cache.length")
+            raise ValueError("a cache counts positions itself: remove positions, or set cache.length")
         check_segments(context.segments, x, cache=cache, positions=context.positions, **others)
         check_lengths(context.lengths, x, **others)
         if cache is not None:

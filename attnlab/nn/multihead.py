@@ -92,16 +92,16 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
     qk_norm_joint: bool = option("qk_norm over the features of all heads together (OLMo Team 2024, 3.2)", False)
     norm: str = "layer"
     norm_epsilon: float = 1e-6
-    scale: float | None = option("factor of attention logits; None for 1/√head_dim", None, low=1e-9, high=1e6)
+    scale: float | None = option("factor applied to attention logits; None for 1/√head_dim", None, low=1e-9, high=1e6)
     value_residual: bool = option(
-        "mix the values with the first layer's (Zhou et al. 2024, equation 5), by a learned share, ½ at first", False
+        "mix the values with the first layer's (Zhou et al. 2024, equation 5), with a learned weight, ½ at first", False
     )
     forget_gate: bool = False
     output_gate: bool = option(
-        "multiply the outputs of heads by σ(gate(x)) (Qiu et al. 2025, section 2.2), gate/kernel [F, H, D]", False
+        "multiply head outputs by σ(gate(x)) (Qiu et al. 2025, section 2.2), gate/kernel [F, H, D]", False
     )
     conv: int = option(
-        "tokens of a short causal convolution of queries, keys and values, W, before their norms and positions (So et "
+        "kernel size W of a short causal convolution of queries, keys and values, before norms and positions (So et "
         "al. 2021, multi-DConv-head attention); 0 for none. Self-attention only; query_conv/kernel [W, H, D]",
         0,
         low=0,
@@ -192,7 +192,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         self.check_options()
         width, (kv_heads, _) = x.shape[-1], self._of_keys(x.shape[-1])
         if self.head_dim is None and width % self.num_heads:
-            raise ValueError(f"width {width} is not divisible by {self.num_heads} heads: change one, or give head_dim")
+            raise ValueError(f"width {width} is not divisible by {self.num_heads} heads: change one, or set head_dim")
         if self.num_heads % kv_heads:
             raise ValueError(f"num_heads = {self.num_heads} must be a multiple of kv_heads = {kv_heads}")
         inputs = {"query": x, "key": memory, "value": memory}
@@ -253,10 +253,10 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
     def _check_cross(self, cache) -> None:
         """Raise ValueError for a cache, or for options that cross-attention does not support."""
         if cache is not None:
-            raise ValueError("cache is for self-attention: leave out inputs_kv, or the cache")
+            raise ValueError("cache is for self-attention: remove inputs_kv or the cache")
         for name in ("rotary", "forget_gate", "conv"):
             if getattr(self, name):
-                raise ValueError(f"{name} needs queries and keys of one sequence: leave it out for cross-attention")
+                raise ValueError(f"{name} needs queries and keys of one sequence: remove it for cross-attention")
 
     def _heads(self, x, name, size):
         """Project x to `[B, T, heads, D]`."""
@@ -289,7 +289,7 @@ class SoftmaxConfig(LayerConfig):
     window: int | None = option("positions that a token attends to, including itself; None for all", None, low=1)
     use_bias: bool | None = option("biases of the projections; None for the model's use_bias", None)
     soft_cap: float | None = option(
-        "limit of attention logits (Gemma Team 2024); None for no limit", None, low=1e-3, high=1e6
+        "limit on attention logits (Gemma Team 2024); None for no limit", None, low=1e-3, high=1e6
     )
     rotary: Rotary = Rotary()
     mask: checks.MaskLike | None = None
@@ -360,13 +360,13 @@ class AttentionConfig(SoftmaxConfig, of=MultiHeadAttention, kind="attention"):
         heads, width = self.num_heads(model), model.width
         if self.head_dim is None and width % heads:
             near = max(1, round(width / heads)) * heads
-            expected = f"expected a multiple of num_heads = {heads}, e.g. {near}; or give {self.kind}.head_dim"
+            expected = f"expected a multiple of num_heads = {heads}, e.g. {near}; or set {self.kind}.head_dim"
             raise FieldError("width", width, expected)
         if self.kv_heads and heads % self.kv_heads:
             expected = f"expected a divisor of num_heads = {heads}, e.g. 1"
             raise FieldError(f"{self.kind}.kv_heads", self.kv_heads, expected)
         if self.qk_norm_joint and not self.qk_norm:
-            raise FieldError(f"{self.kind}.qk_norm_joint", True, "expected False, as qk_norm is; or set both")
+            raise FieldError(f"{self.kind}.qk_norm_joint", True, "expected False, as qk_norm is False; or set both")
         super().check(model)
 
 

@@ -48,7 +48,7 @@ class Absent(Mask, ScoreMod):
         """Raise UserError with the name of the missing code."""
         name, file = next(((each["name"], each["file"]) for each in code_in(json.loads(self.record))), ("code", ""))
         where = f"pass --import={file}, or " if file and "<" not in name else ""
-        raise UserError(f"the run's layers have {name}, which this process has not: {where}pass it again in Python")
+        raise UserError(f"the run's layers use {name}, which this process lacks: {where}pass it again in Python")
 
     visible = bounds = check = apply = missing
 
@@ -179,7 +179,7 @@ def _array_of(record: Mapping, arrays: Mapping[str, np.ndarray]) -> np.ndarray |
         raise ValueError(f"the array {name[:12]}… is missing")
     array = np.frombuffer(arrays[name].tobytes(), jnp.dtype(record["dtype"])).reshape(record["shape"])
     if _sha256(array) != name:
-        raise ValueError(f"the array {name[:12]}… is another one")
+        raise ValueError(f"the array {name[:12]}… has other contents")
     return array[()] if "scalar" in record else array
 
 

@@ -32,10 +32,10 @@ class Rotary:
     """
 
     base: float = option("the slowest pair of features makes one turn in about 2π·base positions", 1e4, **_BASE)
-    fraction: float = option("share of a head's features that are rotated, the first ones", 1.0, low=1e-6, high=1)
-    scaling: str = option("for sequences longer than the training's", "none", choices=SCALINGS)
-    factor: float = option("by which pairs of features are slowed", 1.0, low=1, high=1e6, needs=_SCALED)
-    original_context: int = option("tokens of the training's sequences, for llama3 and yarn", 0, low=0, needs=_BY_TURNS)
+    fraction: float = option("share of a head's features that are rotated, from the first", 1.0, low=1e-6, high=1)
+    scaling: str = option("scaling for sequences longer than in training", "none", choices=SCALINGS)
+    factor: float = option("factor by which pairs of features are slowed", 1.0, low=1, high=1e6, needs=_SCALED)
+    original_context: int = option("tokens of a training sequence, for llama3 and yarn", 0, low=0, needs=_BY_TURNS)
     slow_turns: float = option(
         "turns within original_context below which pairs are slowed by factor", 1.0, **_TURNS, needs=_BY_TURNS
     )
@@ -43,7 +43,7 @@ class Rotary:
         "turns above which pairs are not slowed; None for 4 (llama3) or 32 (yarn)", None, **_TURNS, needs=_BY_TURNS
     )
     attention_factor: float | None = option(
-        "factor of rotated queries and keys, for yarn; None for 0.1·ln(factor) + 1", None, **_TURNS, needs=_YARN
+        "factor applied to rotated queries and keys, for yarn; None for 0.1·ln(factor) + 1", None, **_TURNS, needs=_YARN
     )
     truncate: bool = option("round yarn's bounds between slow and fast pairs to whole pairs", True, needs=_YARN)
 

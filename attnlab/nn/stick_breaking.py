@@ -32,11 +32,11 @@ class StickBreakingAttention(MultiHeadAttention):
         unset = {"score_mod": None, "dropout_rate": 0.0, "forget_gate": False}
         for name, value in unset.items():
             if getattr(self, name) != value:
-                raise ValueError(f"{name} = {getattr(self, name)!r}: stick-breaking attention has none, leave it out")
+                raise ValueError(f"{name} = {getattr(self, name)!r}: stick-breaking attention has none, remove it")
         return super().project(x, memory, context, cache)
 
     def _check_cross(self, cache):
-        raise ValueError("stick-breaking attention needs queries and keys of one sequence: leave out inputs_kv")
+        raise ValueError("stick-breaking attention needs queries and keys of one sequence: remove inputs_kv")
 
     def attend(self, q, k, v, terms, context):
         options = {name: terms[name] for name in ("mask", "q_positions", "kv_positions")} | {"scale": self.scale}

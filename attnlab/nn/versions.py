@@ -82,10 +82,10 @@ class Code(NamedTuple):
         others = ", ".join(f"{name} {then.get(name)} → {now[name]}" for name in now if then.get(name) != now[name])
         difference = _difference(saved["numbers"], numbers := self._numbers(), self.tolerance)
         if others and not difference:
-            how = "its numbers are the same" if numbers else "it is not compared"
-            warnings.warn(f"the code of a run was traced with other versions, {others}: {how}", stacklevel=2)
+            how = "its results are the same" if numbers else "its results are not compared"
+            warnings.warn(f"a run's code was traced with other versions ({others}): {how}", stacklevel=2)
             return ""
-        return difference or "its operations, initial values or dropout, not its numbers"
+        return difference or "in its operations, initial values or dropout, not in its results"
 
     def _once(self, what: str, take: Callable):
         """The result of `take`, which is called once within `taken_once`."""
@@ -102,9 +102,9 @@ class Code(NamedTuple):
         digest, trace = Digest(), self.trace()
         failed = self._add_to(digest)
         if digest.hexdigest() != trace:
-            raise UserError("two traces of its code differ: let nothing that it computes depend on earlier calls")
+            raise UserError("two traces of its code differ: make its results independent of earlier calls")
         if missing := [f"{name} ({error})" for name, error in failed.items() if name in _NEEDED]:
-            warnings.warn(f"edits will not be noticed of what cannot be traced by itself: {missing[0]}", stacklevel=2)
+            warnings.warn(f"edits will go unnoticed in code that cannot be traced alone: {missing[0]}", stacklevel=2)
         found = {"trace": trace, "libraries": _libraries(), "numbers": self._numbers()}
         return found | ({"by_source": sorted(digest.by_source)} if digest.by_source else {})
 
@@ -259,7 +259,7 @@ def _difference(before: Mapping[str, list], now: Mapping[str, list], tolerance: 
     for name in dict.fromkeys([*before, *now]):
         was, is_ = (np.array(each.get(name, []), np.float64).reshape(-1, 2) for each in (before, now))
         if len(was) != len(is_) or not len(was):
-            return f"its {name}, of {len(is_)} arrays of numbers, was of {len(was)}"
+            return f"its {name}, from {len(was)} arrays of numbers to {len(is_)}"
         error = (np.abs(was - is_).max(axis=1) / np.maximum(np.maximum(was, is_)[:, 0], 1e-30)).max()
         if error > tolerance:
             return f"its {name}, by {error:.1%}"

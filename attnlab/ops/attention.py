@@ -8,7 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from attnlab.ops import blockwise, checks, context, counting, cudnn, decode, dense, dropout, mosaic, recurrence, splash
+from attnlab.ops import (
+    blockwise,
+    checks,
+    context,
+    counting,
+    cudnn,
+    decode,
+    dense,
+    dropout,
+    fa4,
+    mosaic,
+    recurrence,
+    splash,
+)
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.explanation import Explanation
 from attnlab.ops.logsumexp import finite_shift, normalizer
@@ -22,6 +35,7 @@ from attnlab.types import Array
 _BACKENDS = {
     "cudnn": cudnn,
     "mosaic": mosaic,
+    "fa4": fa4,
     "splash": splash,
     "decode": decode,
     "blockwise": blockwise,
@@ -33,7 +47,7 @@ def implementations() -> tuple[str, ...]:
     """The values of `impl` besides "auto".
 
     >>> implementations()
-    ('cudnn', 'mosaic', 'splash', 'decode', 'blockwise', 'dense')
+    ('cudnn', 'mosaic', 'fa4', 'splash', 'decode', 'blockwise', 'dense')
     """
     return tuple(_BACKENDS)
 
@@ -210,8 +224,9 @@ def explain(q, k, v, *terms, platform: str | None = None, operator=None, **named
     runs dense
     not cudnn: it needs a gpu, and this is a cpu
     not mosaic: it needs a gpu, and this is a cpu
+    not fa4: it needs fa4-jax 0.1.0, and it is not installed: pip install 'attnlab[fa4]'
     not splash: it needs a tpu, and this is a cpu
-    not decode: it is for 16 queries, 64 rows of queries and heads or fewer, and 4 times as many keys
+    not decode: it is for up to 16 queries, 64 queries × heads, and at least 4 times as many keys
     not blockwise: it could, but dense is preferred for these lengths
     >>> q = k = v = jnp.ones((256, 4, 64))
     >>> explain(q, k, v, mask=Causal(), platform="tpu").backend
@@ -278,7 +293,7 @@ def _untried(backend, call: AttentionCall) -> str | None:
 def _context_against(name, split) -> str | None:
     """The reason why a backend cannot compute the shards of a call, or None."""
     if split is not None and (name in ("decode", "mosaic") or not has_lse(_BACKENDS[name])):
-        return "within context_parallel it cannot compute a part of a call"
+        return "within context_parallel it cannot compute one shard of a call"
     return None
 
 

@@ -69,6 +69,17 @@ class AttentionCall(Node):
         """The number of query heads, H."""
         return self.q.shape[-2]
 
+    @property
+    def coordinates(self) -> dict:
+        """What a mask needs besides the lengths: positions, the number of heads and the batch axes."""
+        positions = {"q_positions": self.q_positions, "kv_positions": self.kv_positions}
+        return positions | {"num_heads": self.num_heads, "batch": self.batch}
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether query i is at the position of key i."""
+        return self.lengths[0] == self.lengths[1] and self.q_positions is None and self.kv_positions is None
+
     def replace(self, **changes) -> "AttentionCall":
         """Return a copy with other values; its tree structure is the same if the same fields are None."""
         made = object.__new__(AttentionCall)  # not through __init__: a call may also hold specs or gradients

@@ -23,9 +23,9 @@ _REMEDIES = {
     "local_window_size": "use mask=masks.SlidingWindow(left, right)",
     "dropout_p": "use dropout_rate=",
     "implementation": "use impl=",
-    "dropout_rng": "give a module of flax attention_fn=attnlab.interop.flax.attention_fn()",
+    "dropout_rng": "pass attention_fn=attnlab.interop.flax.attention_fn() to the Flax module",
     "enable_gqa": "use k and v with fewer heads; it needs no flag",
-    "way": "leave it out, every device gathers all keys",
+    "way": "remove it, every device gathers all keys",
 }
 
 
@@ -194,7 +194,7 @@ def dropout_rate(rate, key) -> float:
     if not 0 <= rate < 1:
         raise ValueError(f"dropout_rate = {rate}: expected a probability in [0, 1)")
     if rate and key is None:
-        fn = "in a module of flax use attention_fn=attnlab.interop.flax.attention_fn()"
+        fn = "in a Flax module use attention_fn=attnlab.interop.flax.attention_fn()"
         raise ValueError(f"dropout_rate = {rate} needs dropout_key: one PRNG key, or one per example; {fn}")
     if rate and not isinstance(key, jax.Array | np.ndarray):
         raise ValueError(f"dropout_key = {key!r}: expected a PRNG key, e.g. jax.random.key(0)")

@@ -98,7 +98,7 @@ def _of_equation(equation) -> int | float:
         return 2 * equation.outvars[0].aval.size * math.prod(kernel[axis] for axis in inputs)
     each = [_of(called) for called in jaxprs.called(equation)]
     if name == "while" and any(each):
-        warnings.warn("a while loop is counted as one turn, as how many it has depends on data", stacklevel=2)
+        warnings.warn("a while loop is counted as one iteration, as their number depends on data", stacklevel=2)
     if name == "cond":
         return max(each, default=0)
     turns = {"scan": params.get("length", 1), "shard_map": getattr(params.get("mesh"), "size", 1)}

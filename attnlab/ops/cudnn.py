@@ -12,7 +12,7 @@ from jax.extend.backend import get_backend
 from attnlab.ops import checks
 from attnlab.ops.call import AttentionCall
 from attnlab.ops.dense import inert
-from attnlab.ops.mask_algebra import And
+from attnlab.ops.mask_algebra import And, conjuncts
 from attnlab.ops.masks import Padding, as_band
 from attnlab.ops.meshes import over_shards
 from attnlab.ops.platforms import is_hopper
@@ -32,17 +32,17 @@ def reason_against(call: AttentionCall) -> str | None:
         "cuDNN was not found": not _is_there(),
         f"it has no {q.dtype}, only float16 and bfloat16": q.dtype not in (jnp.float16, jnp.bfloat16),
         "q, k and v must have one type": not q.dtype == k.dtype == v.dtype,
-        f"heads of {head_dim} and {v.shape[-1]} features: it supports equal ones, multiples of 8 up to {largest}": not (
+        f"heads of {head_dim} and {v.shape[-1]} features: it supports equal multiples of 8 up to {largest}": not (
             head_dim == v.shape[-1] and head_dim % 8 == 0 and head_dim <= largest
         ),
         "it has no score mods": bool(call.score_mods),
         "the gradient of a bias came out wrong on an H100, with JAX 0.11.2": call.bias is not None,
         "it has no sinks": call.sinks is not None,
-        "it has another dropout than the other backends": bool(call.dropout_rate),
+        "its dropout differs from the other backends'": bool(call.dropout_rate),
         "it has no positions": call.q_positions is not None or call.kv_positions is not None,
         "it chooses its own tile sizes": call.block_sizes is not None,
         "it needs a static scale": isinstance(call.scale, jax.core.Tracer),
-        "of masks it supports Causal, with or without Padding or a SlidingWindow to the left": band is None
+        "the masks it supports are Causal, with or without Padding or a SlidingWindow to the left": band is None
         or bool(band.segments)
         or (band.right, band.left is None) not in ((None, True), (0, True), (0, False)),
         # Gradients are unverified where padding fully masks a window.
@@ -57,7 +57,7 @@ def untried(call: AttentionCall) -> str | None:
     """The reason why "auto" leaves a call to other backends, or None."""
     reasons = {"padding": bool(_split(call.mask)[1]), "heads of more than 128 features": call.q.shape[-1] > 128}
     return next(
-        (f"no recorded run on a GPU has {name}: it runs when named" for name, holds in reasons.items() if holds), None
+        (f"no recorded GPU run covers {name}: it runs only if named" for name, holds in reasons.items() if holds), None
     )
 
 
@@ -68,14 +68,10 @@ def _is_there() -> bool:
 
 def _split(mask):
     """Return the band of a mask without its Paddings, and the lengths of the Paddings."""
-    terms = _terms(mask)
+    terms = conjuncts(mask)
     others = [term for term in terms if not isinstance(term, Padding)]
     lengths = [term.lengths for term in terms if isinstance(term, Padding)]
     return as_band(functools.reduce(And, others) if others else None), lengths
-
-
-def _terms(mask) -> list:
-    return _terms(mask.a) + _terms(mask.b) if isinstance(mask, And) else [mask]
 
 
 def attend(call: AttentionCall) -> tuple[Array, None]:

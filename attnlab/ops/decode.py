@@ -25,11 +25,11 @@ def reason_against(call: AttentionCall) -> str | None:
     """The reason why this backend cannot run a call, or None."""
     queries, keys = call.lengths
     if call.block_sizes:
-        return "it has no tiles to size: leave out block_sizes"
+        return "it has no tiles to size: remove block_sizes"
     if call.dropout_rate:
-        return "it is for decoding, without dropout"
+        return "it is for decoding and has no dropout"
     if queries > _QUERIES or queries * call.num_heads > _ROWS or keys < 4 * queries:
-        return f"it is for {_QUERIES} queries, {_ROWS} rows of queries and heads or fewer, and 4 times as many keys"
+        return f"it is for up to {_QUERIES} queries, {_ROWS} queries × heads, and at least 4 times as many keys"
     return None
 
 

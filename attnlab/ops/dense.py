@@ -27,7 +27,7 @@ from attnlab.types import Array
 
 def reason_against(call: AttentionCall) -> str | None:
     """The reason why this backend cannot run a call, or None."""
-    return "it has no tiles to size: leave out block_sizes" if call.block_sizes else None
+    return "it has no tiles to size: remove block_sizes" if call.block_sizes else None
 
 
 @on_auto_axes(like_queries)

@@ -282,3 +282,14 @@ def require_mask(mask) -> Mask:
     if isinstance(mask, Mask):
         return mask
     raise TypeError(f"{type(mask).__name__} is not a mask: wrap a bool array as masks.Dense(array)")
+
+
+def conjuncts(mask: Mask | None) -> list[Mask]:
+    """The masks that are joined by `&`; none for None.
+
+    >>> conjuncts(Causal() & (Padding(2) & ~Causal()))
+    [Causal(), Padding(lengths=2), Not(a=Causal())]
+    """
+    if isinstance(mask, And):
+        return conjuncts(mask.a) + conjuncts(mask.b)
+    return [] if mask is None else [mask]

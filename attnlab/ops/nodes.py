@@ -44,7 +44,7 @@ class Node:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             raise TypeError(
                 f"{type(self).__name__} holds a traced array, which has no hash: construct it outside the traced "
-                "function, or leave out nn.jit"
+                "function, or remove nn.jit"
             )
         return hash((treedef, tuple(map(_contents, leaves))))
 

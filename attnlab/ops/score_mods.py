@@ -198,7 +198,7 @@ class Forget(ScoreMod):
             _check_shape(f"Forget {name}", sums, np.shape(sums) in shapes, expected)
             lowest = 0 if isinstance(sums, jax.core.Tracer) else float(np.asarray(sums).min(initial=0))
             if not lowest > -(2 if sums.dtype == jnp.float32 else 2**30) * 2**22:  # neighbours: half a logit
-                raise ValueError(f"Forget {name} has sums down to {lowest:g}, too low to tell: sum max(log gate, -100)")
+                raise ValueError(f"Forget {name} has sums down to {lowest:g}, too imprecise: sum max(log gate, -100)")
 
 
 @dataclass(frozen=True, init=False)

@@ -28,7 +28,7 @@ def reason_against(call: AttentionCall) -> str | None:
         f"lengths {lengths} are not multiples of {_LANES}": 0 in lengths or any(n % _LANES for n in lengths),
         f"tiles of {block_sizes} do not divide the lengths in multiples of {_LANES}": block_sizes is not None
         and any(size % _LANES or n % size for size, n in zip(block_sizes, lengths)),
-        "of score mods it supports one SoftCap with a static cap": bool(score_mods)
+        "the only score mod it supports is one SoftCap with a static cap": bool(score_mods)
         and not (
             len(score_mods) == 1
             and isinstance(score_mods[0], SoftCap)
@@ -37,7 +37,7 @@ def reason_against(call: AttentionCall) -> str | None:
         "it has no bias": call.bias is not None,
         "it has no dropout": bool(call.dropout_rate),
         "it has no positions": call.q_positions is not None or call.kv_positions is not None,
-        "of masks it supports Causal, SlidingWindow and one Segments without kv_ids, joined by &": not is_known,
+        "the masks it supports are Causal, SlidingWindow and one Segments without kv_ids, joined by &": not is_known,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

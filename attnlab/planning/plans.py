@@ -108,8 +108,8 @@ def plan(config: ConfigDict | RunConfig, topology: Topology, vocab_size: int | N
     attention, rejected = attention_of(program.model, topology, config.batch_size, parallel.mesh)
     state, loops, length = program.abstract_state, training.unknown_loops, config.model.context
     refusals = {"training": training.refusal, "evaluation": evaluation.refusal}
-    notes += [f"the {step} step is refused: {why}" for step, why in refusals.items() if why]
-    notes += [f"{loops} loops of unknown length: what is inside is counted once"] if loops else []
+    notes += [f"the compiler refuses the {step} step: {why}" for step, why in refusals.items() if why]
+    notes += [f"{loops} loops of unknown length: their content is counted once"] if loops else []
     return Plan(
         name=name,
         config=program.config,
@@ -139,7 +139,7 @@ def vocabulary(
     size = {"byte": 256, "char": _CHARACTERS}.get(kind, config.data.vocab_size)
     if kind == "byte" or rows:
         return config, min(size, rows or size), []
-    return config, size, [f"the vocabulary is assumed to have {size} tokens; it depends on the text: --vocab_size=N"]
+    return config, size, [f"assumed {size} tokens in the vocabulary, which depends on the text: set --vocab_size=N"]
 
 
 def attention_of(
@@ -178,7 +178,7 @@ def _as_mesh(config: RunConfig, topology: Topology) -> tuple[RunConfig, list[str
     if config.parallel.strategy == "mesh" or topology.name == "here":
         return config, []
     config = dataclasses.replace(config, parallel=ParallelFields("mesh", config.parallel.timeout))
-    return config, ["pmap runs only on devices that are here: planned with config.parallel.strategy=mesh"]
+    return config, ["pmap needs attached devices: planned with config.parallel.strategy=mesh"]
 
 
 def _compiled(step: str, lower: Callable, parallel: parallel_lib.Parallel, topology: Topology) -> Program:

@@ -76,7 +76,7 @@ def find(name: str) -> Topology:
         return _tpu(name, generation, shape)
     if generation == "h100" and (shape or not colon):
         return _h100(name, shape)
-    raise UserError(f"--topology={name} is unknown{nearest(name, EXAMPLES)}: there are {NAMES}")
+    raise UserError(f"--topology={name} is unknown{nearest(name, EXAMPLES)}: choose {NAMES}")
 
 
 def prepare(name: str) -> None:
@@ -94,8 +94,8 @@ def prepare(name: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     if jax.default_backend() != "cpu":
         raise UserError(
-            f"--topology={name} is compiled for from CPUs, but JAX has started on a {jax.default_backend()}: plan in a "
-            "process of its own"
+            f"--topology={name} needs JAX on CPUs, but it has started on a {jax.default_backend()}: plan in a separate "
+            "process"
         )
 
 

@@ -133,7 +133,7 @@ def atlas(patterns, title: str, *, causal: bool = False) -> Figure:
         return _style.finished(figure, title)
 
 
-def effects_grid(values, title: str, *, layers: Sequence[str] = (), label: str = "change of the metric") -> Figure:
+def effects_grid(values, title: str, *, layers: Sequence[str] = (), label: str = "change in the metric") -> Figure:
     """A heat map with one number per head, such as the effect of its ablation: one row per layer, one column per head.
 
     Args:

@@ -38,7 +38,7 @@ class Figure(NamedTuple):
         """
         if self.draw is None:
             return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
-        plt = extras.require("matplotlib.pyplot", "plots", "a page's curves")
+        plt = extras.require("matplotlib.pyplot", "plots", "a page with curves")
         from attnlab.plots import _style
 
         colors = dict(zip(map(documents.valid_unicode, names), itertools.cycle(_style.COLORS + _style.MORE_COLORS)))

@@ -29,7 +29,7 @@ class Section(NamedTuple):
     Attributes:
       title: heading of the section.
       sentences: the answer.
-      command: a command that would settle what is open.
+      command: a command with enough seeds to decide the open differences.
       table: the main columns.
       figures: shown below the table.
       notes: sentences on how to read the section, beyond the columns' help.
@@ -80,7 +80,7 @@ def fragment(section: Section) -> str:
 def _answer(section: Section) -> str:
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in section.sentences)
     command = (
-        f'<p class="soft">To settle what is open: <code>{escape(section.command)}</code></p>' if section.command else ""
+        f'<p class="soft">To decide, add seeds: <code>{escape(section.command)}</code></p>' if section.command else ""
     )
     return f'<div class="answer">{sentences}{command}</div>'
 

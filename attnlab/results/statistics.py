@@ -19,7 +19,7 @@ from attnlab.types import Array
 LEVEL = 0.05  # the highest probability of a false verdict in a table
 POWER = 0.8  # the probability with which a detectable difference is detected
 MOST_SEEDS = 1000
-OPEN = "not told apart"
+OPEN = "not told apart"  # in files; shown `in_words`
 
 
 class Interval(NamedTuple):
@@ -125,6 +125,11 @@ def differences(
     losses = np.asarray(losses, np.float64)
     paired = list(map(known, losses[1:] - losses[0]))
     return [_difference(row, of or len(paired), resolution) for row in paired]
+
+
+def in_words(verdict: str) -> str:
+    """A verdict as it is shown."""
+    return "no significant difference" if verdict == OPEN else verdict
 
 
 def known(values) -> np.ndarray:

@@ -59,13 +59,13 @@ def _define(values, argv):
     flags.DEFINE_string("workdir", None, "folder of the run, or of a Hugging Face model", flag_values=values)
     flags.DEFINE_multi_string("prompt", None, "a text to show", flag_values=values)
     flags.DEFINE_string("checkpoints", "latest", "latest, best, all, or steps separated by commas", flag_values=values)
-    flags.DEFINE_string("out", None, "the page; see.html in the workdir when absent", flag_values=values)
-    longest = f"most tokens of a prompt; the model's context, up to {LONGEST}, when absent"
+    flags.DEFINE_string("out", None, "the page to write; default: see.html in the workdir", flag_values=values)
+    longest = f"most tokens of a prompt; default: the model's context, up to {LONGEST}"
     flags.DEFINE_integer("length", None, longest, flag_values=values)
-    meaning = "the file that the run was trained on, where it has moved"
+    meaning = "the file that the run was trained on, if it has moved"
     flags.DEFINE_string("text", None, meaning, flag_values=values)
     flags.DEFINE_bool("effects", True, "measure the loss without each head", flag_values=values)
-    flags.DEFINE_integer("max_bytes", 4 << 20, "size that the page may have", flag_values=values)
+    flags.DEFINE_integer("max_bytes", 4 << 20, "largest size of the page, in bytes", flag_values=values)
 
 
 def _main(values, own_process: bool) -> int:
@@ -78,7 +78,7 @@ def _main(values, own_process: bool) -> int:
         compilation.keep_programs()
     model, tokenizer, config = peek(workdir)
     if tokenizer is None:
-        raise UserError(f"{workdir} holds no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
+        raise UserError(f"{workdir} has no tokenizer: put tokenizer.json there, or vocab.json and merges.txt")
     custom.check_used(values["import"].value, model.config.used)
     _tell_of_mixers(model)
     steps = _steps(values.checkpoints, workdir)
@@ -93,7 +93,7 @@ def _main(values, own_process: bool) -> int:
             message = f"{_step(step)}: {commands.one_line(error)}"
             if values.checkpoints != "all":
                 raise UserError(message) from error
-            print(f"without {message}", file=sys.stderr)
+            print(f"skipped {message}", file=sys.stderr)
             continue
         loss = f"loss {found[step].effects.baseline:.4f} on {subject.measured_on}, " if values.effects else ""
         seconds = time.perf_counter() - start
@@ -116,7 +116,7 @@ def _checked_out(name: str | None, workdir: Path) -> Path:
     if name == "" or out.is_dir() or (name and not out.parent.is_dir()):
         raise UserError(f"--out={name}: expected a file in a folder that exists, e.g. --out=see.html")
     if out.exists() and not is_page(out):
-        raise UserError(f"{out} exists and is not a page of attnlab: choose another --out, or remove it")
+        raise UserError(f"{out} exists and is not an attnlab page: choose another --out, or remove it")
     return out
 
 
@@ -128,16 +128,16 @@ def _tell_of_mixers(model: GPT) -> None:
     if {*without} == {layer.kind for layer in model.config.used}:
         raise UserError(f"layers of {', '.join(without)} have no pattern and no heads: there is nothing to see")
     if without:
-        print(f"layers of {', '.join(without)} have no pattern: the page is without them")
+        print(f"layers of {', '.join(without)} have no pattern: the page omits them")
     if read:
-        print(f"the pattern of {', '.join(read)} is what a state reads of each token, as a share of absolute values")
+        print(f"the pattern of {', '.join(read)} is each token's share of what a state reads, by absolute values")
 
 
 def _steps(checkpoints: str, workdir: Path) -> list[int | None]:
     """The steps that --checkpoints names, ascending; [None] for a model without a run."""
     if huggingface.is_hf(workdir):
         if checkpoints not in ("latest", "best"):
-            raise UserError(f"{workdir} is a Hugging Face model, which has no checkpoints: leave out --checkpoints")
+            raise UserError(f"{workdir} is a Hugging Face model, which has no checkpoints: remove --checkpoints")
         return [None]
     with contextlib.closing(checkpoints_of(workdir)) as saved:
         if checkpoints != "all":
@@ -146,7 +146,7 @@ def _steps(checkpoints: str, workdir: Path) -> list[int | None]:
     if len(steps) == 1:
         raise UserError(
             f"--checkpoints=all: {workdir} has only the checkpoint of step {newest}: train with "
-            "--config.checkpoint.history=20 to keep more, or omit --checkpoints"
+            "--config.checkpoint.history=20 to keep more, or remove --checkpoints"
         )
     return steps
 
@@ -215,14 +215,14 @@ def _windows(
     try:
         elsewhere = config.data.path or config.data.mixture
         if text is None and elsewhere and not Path(config.data.path).is_file():
-            raise UserError(f"{workdir} was trained on {elsewhere}, outside of it: name the text with --text=FILE")
+            raise UserError(f"{workdir} lacks its training text, {elsewhere}: name it with --text=FILE")
         if text is not None:
             fields |= {"data.path": text, "data.name": "text", "data.mixture": ""}
         batch = texts.load(config.changed(fields), Workdir(workdir)).validation[0]
     except UserError as error:
         if not is_optional:
             raise UserError(f'{commands.one_line(error)}; or give --prompt="…"') from error
-        print(f"without validation text ({commands.one_line(error)})", file=sys.stderr)
+        print(f"skipped the validation text ({commands.one_line(error)})", file=sys.stderr)
         return None
     usable = batch.weight > 0
     if batch.segments is not None:
@@ -318,7 +318,7 @@ def _step(step: int | None) -> str:
 
 
 def _summary(step: int | None, found: Findings, measured_on: str) -> str:
-    lines = [f"\nhighest heads of {_step(step)}:", *map(str, found.scores)]
+    lines = [f"\nhighest-scoring heads of {_step(step)}:", *map(str, found.scores)]
     if found.effects is not None:
         change = found.effects.change
         layer, head = np.unravel_index(np.argmax(change), change.shape)

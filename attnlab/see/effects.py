@@ -150,12 +150,12 @@ def _sweep(frame: Frame, inputs, metric: Callable, site: str, over, chunk: int |
     """A checked sweep, and the arrays that its metric reads."""
     over = (over,) if isinstance(over, str) else tuple(over)
     if "layer" not in over or not set(over) <= set(AXES):
-        raise ValueError(f"over = {over}: expected 'layer', and beside it 'head', 'position' or both")
+        raise ValueError(f"over = {over}: expected 'layer', alone or with 'head', 'position' or both")
     if site not in (*taps.ATTENTION, *taps.STREAMS):
         known = ", ".join((*taps.ATTENTION, *taps.STREAMS))
         raise ValueError(f"site = {site!r}: expected one of {known}")
     if site in taps.STREAMS and "head" in over:
-        raise ValueError(f"site = {site!r} has no heads: leave 'head' out of over")
+        raise ValueError(f"site = {site!r} has no heads: remove 'head' from over")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk = {chunk}: expected 1 or more, or None")
     key, program, arrays = traced(metric, jax.eval_shape(lambda inputs: frame.run(inputs).out, inputs))
@@ -188,6 +188,6 @@ def _swept(sweep: _Sweep, arrays, inputs, source=None):
 def _effects(sweep: _Sweep, values, baseline, target=None) -> Effects:
     """The result on the host."""
     if isinstance(values, jax.core.Tracer):
-        raise ValueError("effects are numbers on the host, of a program compiled here: call this outside of jax.jit")
+        raise ValueError("effects are computed by a program that is compiled here: call this outside of jax.jit")
     target = None if target is None else float(target)
     return Effects(np.asarray(values), sweep.over, sweep.paths, float(baseline), target)

@@ -56,7 +56,7 @@ class Scores:
         if kind not in self.values:
             raise ValueError(f"kind = {kind!r} was not scored: expected one of {', '.join(self.values)}")
         if not self.p:
-            raise ValueError("heads are those above the untrained model: give scores untrained=, its weights")
+            raise ValueError("heads are those above an untrained model: pass its weights to scores as untrained=")
         return [at for at in self._ranked(kind) if self.p[kind][at] < alpha]
 
     def _ranked(self, kind: str) -> list[tuple[int, int]]:
@@ -227,7 +227,7 @@ def _untrained(untrained: Array | Sequence[Array], tokens: np.ndarray, like: Seq
     if len(layers) != len(like) or layers[0].shape[1] < 2:
         raise ValueError(
             f"untrained has {len(layers)} layers of {layers[0].shape[1]} heads: expected {len(like)} of 2 or more; "
-            "concatenate several initializations on the axis of heads"
+            "concatenate several initializations along the head axis"
         )
     return layers
 

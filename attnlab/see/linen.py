@@ -43,8 +43,8 @@ class Linen:
         unseen = set(sown["z"]) - set(calls)
         if unseen:
             raise ValueError(
-                f"nn.jit compiles {', '.join(sorted(unseen))} and another layer as one, so their calls cannot be told "
-                "apart: leave nn.jit out, and compile the whole call"
+                f"nn.jit compiles {', '.join(sorted(unseen))} and another layer as one, so their calls cannot be "
+                "distinguished: remove nn.jit, and compile the whole call"
             )
         found = []
         for path, call in calls.items():
@@ -136,7 +136,7 @@ class _Listener:
     def _require_collections(self, module, path):
         if not all(module.is_mutable_collection(taps.asked(name)) for name in self.names):
             raise ValueError(
-                f"{path} is within nn.scan or nn.vmap, which passes on the collections that it names alone: add "
+                f"{path} is within nn.scan or nn.vmap, which passes on only the collections that it names: add "
                 "**dict.fromkeys(attnlab.see.COLLECTIONS, 0) to its variable_axes"
             )
 

@@ -83,5 +83,5 @@ class Effects:
           ValueError: there is only one run, as in `ablate`, or both runs have the same metric.
         """
         if self.target is None or self.target == self.baseline:
-            raise ValueError(f"recovered needs two runs of different metrics: got {self.baseline} and {self.target}")
+            raise ValueError(f"recovered needs two runs with different metrics: got {self.baseline} and {self.target}")
         return self.change / (self.target - self.baseline)

@@ -76,7 +76,7 @@ def contributions(model, variables, *args, targets: Int[Array, "B T"], **kwargs)
     if not frame.sites.blocks:
         raise ValueError("contributions need a model with blocks, layers that take and return one residual stream")
     if not isinstance(frame.adapter, Linen):
-        raise ValueError("contributions are of flax.linen models: move the weights to one, see attnlab.interop")
+        raise ValueError("contributions need a flax.linen model: move the weights to one, see attnlab.interop")
     parts, left, dtypes = _contributions(frame, inputs, jnp.asarray(targets))
     apart = jnp.abs(parts.total - parts.logits).max() / jnp.maximum(jnp.abs(parts.logits).max(), 1)
     tolerance = float(np.sqrt(max(jnp.finfo(x.dtype).eps for x in jax.tree.leaves((parts, dtypes)))))

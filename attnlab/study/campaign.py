@@ -39,14 +39,14 @@ def run(values) -> int:
     for study in dict.fromkeys(values.only or registry.STUDIES):
         name, path = Path(study).stem, values.path if registry.reads_text(registry.load(study)) else ""
         if name in ended:
-            raise UserError(f"--only names {name} twice: two studies of one name cannot share a folder")
+            raise UserError(f"--only names {name} twice: two studies of one name cannot share a folder: rename one")
         ended[name] = result = running.read_result(folder / name / running.RESULT)
         if result is None:
             options = [f"--out={folder / name}", *["--fast"] * values.fast, *[f"--path={path}"] * bool(path)]
             modules[name] = ["attnlab.study", study, *options]
         elif (result.fast, result.path) != (values.fast, path):
             before = f"{'with' if result.fast else 'without'} --fast and with --path={result.path}"
-            raise UserError(f"--out={folder} holds {name} run {before}: choose a new folder, or give the same flags")
+            raise UserError(f"--out={folder} holds {name}, run {before}: choose a new folder, or give the same flags")
 
     def foreign(found: list[str]) -> str:
         return f"holds other files and no {REPORT}" if found and REPORT not in found else ""
@@ -55,7 +55,7 @@ def run(values) -> int:
         with paths.claim(folder, "--out", foreign) as lock, workers.interruptible():
             _write(ended, folder)
             if len(modules) < len(ended):
-                print(f"{len(ended) - len(modules)} of {len(ended)} have run before, and are kept", flush=True)
+                print(f"{len(ended) - len(modules)} of {len(ended)} studies have already run", flush=True)
             for end in workers.run(modules, values.jobs, folder / LOGS, lock):
                 result = running.read_result(folder / end.name / running.RESULT)
                 ended[end.name] = result or end.error or "it wrote no result"
@@ -84,7 +84,7 @@ def _line(name: str, result: Result | str | None) -> str:
 
 COLUMNS = [
     Column("study", "study", lambda of: of[0]),
-    Column("outcome", "outcome", lambda of: _outcome(of[1]), help="Whether every part of the claim was found."),
+    Column("outcome", "outcome", lambda of: _outcome(of[1]), help="Whether every part of the claim holds."),
     Column("seconds", "time", lambda of: getattr(of[1], "seconds", None), "s", ".0f"),
     Column("claim", "claim", lambda of: of[1] if isinstance(of[1], str) else getattr(of[1], "claim", None)),
 ]

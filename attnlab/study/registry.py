@@ -31,8 +31,8 @@ def load(study: str) -> ModuleType:
     if study not in STUDIES:
         close = nearest(study, (*STUDIES, ALL))
         raise UserError(
-            f"{study!r} is not a study{close}: expected one of {', '.join(STUDIES)}, all of them by the word all, or "
-            "the path of a Python file"
+            f"{study!r} is not a study{close}: expected one of {', '.join(STUDIES)}, the word all for all of them, "
+            "or the path of a Python file"
         )
     return _documented(shipped.module("studies", study))
 

@@ -104,7 +104,7 @@ def run(name_or_file: str, values) -> int:
         rows, verdict, figure = registry.with_errors_named(name_or_file, lambda: _measured(study, values))
         if not rows or not isinstance(verdict, Verdict) or not hasattr(figure, "savefig"):
             got = f"{str(rows)[:60]}, {str(verdict)[:60]}, {str(figure)[:60]}"
-            raise UserError(f"{name} returned {got}: expected rows, a Verdict and a figure of matplotlib")
+            raise UserError(f"{name} returned {got}: expected rows, a Verdict and a matplotlib figure")
         result = _result(study, name, values, rows, verdict, time.perf_counter() - start)
         paths.write_csv(folder / f"{name}.csv", rows)
         paths.write_figure(folder / f"{name}.png", figure)

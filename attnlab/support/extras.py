@@ -1,6 +1,8 @@
 """Optional libraries, which only parts of attnlab need and its extras install."""
 
+import functools
 import importlib
+import importlib.metadata
 from types import ModuleType
 
 from attnlab.support.errors import UserError
@@ -22,3 +24,20 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = (error.name or module).partition(".")[0]
         raise UserError(f"{purpose} needs {missing}: pip install 'attnlab[{extra}]'") from error
+
+
+@functools.cache  # the version is read from files, and each trace of an operator asks for it
+def reason_against_version(package: str, version: str, extra: str) -> str | None:
+    """The reason why a package cannot be used, because it is missing or has another version; None if it can be.
+
+    >>> reason_against_version("no-such-package", "1.0", "none")
+    "it needs no-such-package 1.0, and it is not installed: pip install 'attnlab[none]'"
+    """
+    try:
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        installed = None
+    if installed == version:
+        return None
+    state = f"{installed} is installed" if installed else "it is not installed"
+    return f"it needs {package} {version}, and {state}: pip install 'attnlab[{extra}]'"

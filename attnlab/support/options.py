@@ -185,7 +185,7 @@ def check_effects(declared: Mapping[str, Option], values: Mapping[str, Any]) -> 
         for other, useful in each.needs.items():
             beside = values[name.removesuffix(name.rpartition(".")[2]) + other]
             if beside not in useful and values[name] != each.default:
-                remedy = f"leave it at {each.default!r}, or choose {other} = {' or '.join(map(str, useful))}"
+                remedy = f"keep the default {each.default!r}, or choose {other} = {' or '.join(map(str, useful))}"
                 raise FieldError(name, values[name], f"it has no effect with {other} = {beside!r}: {remedy}")
 
 

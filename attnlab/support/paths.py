@@ -36,8 +36,8 @@ def claim(
     try:
         if not lock(held):
             raise UserError(
-                f"{flag}={folder}: another command runs there, or runs of a killed one still save their state: wait "
-                "for it"
+                f"{flag}={folder}: another command is running there, or runs of a killed command are still saving: "
+                "wait for them to end"
             )
         yield held
     except BaseException:
@@ -55,7 +55,7 @@ def new_file(flag: str, name: str | Path) -> Path:
     if path.exists():
         raise UserError(f"{flag}={name} exists: give a new file")
     if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{flag}={name}: there is no folder {path.parent}, or none to write to: name another file")
+        raise UserError(f"{flag}={name}: the folder {path.parent} is missing or not writable: name another file")
     return path
 
 

@@ -84,7 +84,7 @@ def interruptible() -> Iterator[None]:
         with lost_signals_sent_again():
             yield
     except Interrupted:
-        print("stopped: the same command goes on from there", file=sys.stderr)
+        print("stopped: the same command resumes from there", file=sys.stderr)
         raise
     finally:
         for number, handler in before.items():

@@ -53,7 +53,7 @@ def points(grid: Sequence[str], base: RunConfig) -> list[Point]:
 def of_configs(runs: Sequence[RunConfig]) -> list[Point]:
     """Build runs from configs, and name each by the fields in which the configs differ."""
     if not isinstance(runs, list | tuple) or not runs:
-        raise ArgumentError("configs", runs, "expected a list of one config or more")
+        raise ArgumentError("configs", runs, "expected a list of at least one config")
     known, runs = configs.declared(), list(map(configs.completed, runs))
 
     def value(config: RunConfig, field: str):
@@ -78,7 +78,7 @@ def _different(found: list[Point], where: str) -> list[Point]:
         raise UserError(f"{where} names {max(names, key=names.count)} twice: give each value once")
     folders = [point.config.checkpoint.dir for point in found if point.config.checkpoint.dir]
     if len(folders) > len(set(folders)):
-        raise UserError(f"config.checkpoint.dir = {folders[0]}: runs cannot share it: leave it out")
+        raise UserError(f"config.checkpoint.dir = {folders[0]}: runs cannot share it: remove it")
     return found
 
 
@@ -99,8 +99,8 @@ def _axis(text: str) -> list[tuple[str, list[str]]]:
     for field, others in axis:
         if len(others) != len(texts):
             raise UserError(
-                f"--grid={text}: values of config.{first}: {len(texts)}, of config.{field}: {len(others)}: fields in "
-                "one --grid vary together and need as many values each"
+                f"--grid={text}: {len(texts)} values of config.{first}, but {len(others)} of config.{field}: fields in "
+                "one --grid vary together and need the same number of values"
             )
     return axis
 

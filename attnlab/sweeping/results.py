@@ -26,8 +26,8 @@ MEANS = [
     Column("seeds", "seeds", help="Runs that finished."),
     Column("failed", "failed"),
     Column("mean_loss", "mean loss", None, "nats", ".4f", "Of the final losses."),
-    Column("low", "low", None, "end of 95 % over seeds", ".4f", "By Student's t."),
-    Column("high", "high", None, "end of 95 % over seeds", ".4f"),
+    Column("low", "low", None, "end of 95 % interval", ".4f", "Over seeds, by Student's t."),
+    Column("high", "high", None, "end of 95 % interval", ".4f"),
 ]
 
 

@@ -99,7 +99,7 @@ def train_all(
                     for plan in now:
                         tell(plan.workdir.path.name, message)
                     continue
-                print(f"{len(now)} runs together failed ({message}): by halves", flush=True)
+                print(f"{len(now)} runs failed together ({message}): retrying in halves", flush=True)
                 half = len(now) // 2
                 for part in (now[half:], now[:half]):  # they may have started and saved
                     waiting[:0] = _starting({plan.workdir.path: plan.config for plan in part}, tell)

@@ -27,9 +27,9 @@ SAME = {"seed": 0, "optimizer.learning_rate": 1.0, "optimizer.muon_learning_rate
 
 def define(values) -> None:
     """Define the flags for training runs."""
-    meaning = "processes at a time, 0 for this one alone; times are comparable with 1"
+    meaning = "processes at a time, 0 for this process alone; only with 1 are times comparable"
     flags.DEFINE_integer("jobs", 1, meaning, 0, flag_values=values)
-    meaning = "train so many runs that differ in seed and learning rate alone as one program; auto: all, on CPUs 1"
+    meaning = "how many runs that differ only in seed and learning rate train as one program; auto: all, on CPUs 1"
     flags.DEFINE_string("together", together.AUTO, meaning, flag_values=values)
 
 
@@ -96,7 +96,7 @@ class Runner:
         waiting, failed = {point.name: point for point in points if point.name not in finished}, {}
         if finished:
             self._done += len(finished)
-            self._print(f"{len(finished)} of {len(points)} runs are finished, and are kept")
+            self._print(f"{len(finished)} of {len(points)} runs are already finished")
 
         def tell(name: str, error: str) -> None:
             failed.update({name: error} if error else {})
@@ -129,10 +129,10 @@ class Runner:
                 if ended.part:
                     tell(ended.part, ended.error)
                 elif len(processes[ended.name]) > 1 and left:
-                    self._print(f"{ended.name}: its process ended ({ended.error}): {len(left)} runs go on alone")
+                    self._print(f"{ended.name}: its process ended ({ended.error}): {len(left)} runs continue alone")
                     again |= {point.name: [point] for point in left}
                 elif left:
-                    tell(ended.name, ended.error or "its process ended before it")
+                    tell(ended.name, ended.error or "its process ended before this run")
             processes = again
 
     def _words(self, points: Sequence[Point], folder: Path) -> list[str]:
@@ -147,7 +147,7 @@ class Runner:
         if not (left := self._total - self._done):
             return ""
         seconds = (time.monotonic() - self._start) / self._timed * left
-        return f", {left} to go in " + (f"{seconds / 60:.0f} min" if seconds >= 100 else f"{seconds:.0f} s")
+        return f", {left} left, about " + (f"{seconds / 60:.0f} min" if seconds >= 100 else f"{seconds:.0f} s")
 
 
 def _groups(points: Sequence[Point], jobs: int) -> Iterator[list[Point]]:

@@ -30,7 +30,7 @@ class Shape(NamedTuple):
 # Lengths that no tile divides: few keys with many heads, and more keys than two tiles of 128.
 SHAPES = (Shape(heads=8, kv_heads=8), Shape(2, 261, 261, 2, 2, 8))
 RATE = 0.25  # of dropout
-WITHOUT = "a call without it"  # without the feature
+WITHOUT = "a call without the feature"
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ def _window(right: int):
 
 def _other_windows(call: AttentionCall) -> dict[str, AttentionCall]:
     left, right = call.mask.left, call.mask.right
-    found = {"a window of one key more": call.replace(mask=masks.SlidingWindow(left + 1, right))}
+    found = {"a window one key larger": call.replace(mask=masks.SlidingWindow(left + 1, right))}
     if left:
-        found["a window of one key less"] = call.replace(mask=masks.SlidingWindow(left - 1, right))
+        found["a window one key smaller"] = call.replace(mask=masks.SlidingWindow(left - 1, right))
     if right:
         found["a causal window"] = call.replace(mask=masks.SlidingWindow(left, 0))
     return _as_causal(call) | found

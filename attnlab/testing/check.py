@@ -72,7 +72,7 @@ def check_attention(
     if any(row.feature == "causal" and row.outcome == "right" for row in rows):
         subject.meanings[DIAGONAL] = _diagonal(subject)
         if subject.meanings[DIAGONAL] == NEITHER:
-            why = "it is the causal mask of neither the first nor the last queries"
+            why = "its causal mask is aligned neither to the first nor to the last keys"
             rows.append(Row(DIAGONAL, "wrong", why, math.inf, 1))
             on_row(rows[-1])
     return Report(tuple(rows), dict(subject.meanings))
@@ -344,7 +344,7 @@ def _judged_dropout(case: Case, found: np.ndarray) -> Finding:
     for axis, what in ((0, "examples"), (1, "queries"), (2, "heads")):
         first, second = (np.take(kept, at, axis=axis) for at in (0, 1))
         if (first == second).all():
-            return Finding("wrong", f"it drops the same weights of different {what}", math.inf)
+            return Finding("wrong", f"it drops the same weights for different {what}", math.inf)
     return Finding("right", worst=abs(dropped - rate) / (5 * deviation))
 
 

@@ -28,8 +28,8 @@ PADDED = np.array([(5, 11), (6, 0)], np.int32)  # tokens of each sequence, in tw
 # check must find changes outputs by its share of them.
 TOLERANCE = 1e-4
 USUAL_CAUSES = (
-    "usual causes are a norm or √x at 0, and a score mod that is not finite for a pair that the mask hides, as "
-    "log1p(i − j): its gradient there is 0 · NaN"
+    "usual causes are a norm or √x at 0, and a score mod that is not finite for a pair that the mask hides, such "
+    "as log1p(i − j): its gradient there is 0 · NaN"
 )
 _ALONE = Context()
 
@@ -61,7 +61,7 @@ def check_layer(layer: nn.Module, features: int, *, capacity: int = LENGTH, seed
 
     def apply(params, x, context: Context = _ALONE, cache=None) -> LayerOut:
         packed = " of packed documents" * (context.segments is not None)
-        parts = f"{packed}{', padded' * (context.lengths is not None)}{', and a cache' * (cache is not None)}"
+        parts = f"{packed}{', padded' * (context.lengths is not None)}{' and a cache' * (cache is not None)}"
         with _during(f"a call with {x.shape[1]} tokens{parts}"):
             return LayerOut(*compiled(params, x, context, cache))
 
@@ -76,7 +76,7 @@ def check_layer(layer: nn.Module, features: int, *, capacity: int = LENGTH, seed
     except _RaisedError as error:
         return [str(error)]
     if whole.shape != x.shape:
-        return [f"its outputs have shape {list(whole.shape)}, expected {list(x.shape)}, as its inputs"]
+        return [f"its outputs have shape {list(whole.shape)}, expected {list(x.shape)}, like its inputs"]
     found = {fault: _found(fault, law, _Run(layer, apply, params, x, whole, init_cache)) for fault, law in LAWS.items()}
     return list(dict.fromkeys(filter(None, found.values())))
 
@@ -218,7 +218,7 @@ def _sharded(run: _Run) -> float:
         x = jax.device_put(run.x, NamedSharding(mesh, PartitionSpec("data")))
         params = jax.device_put(run.params, NamedSharding(mesh, PartitionSpec()))
         apply = jax.jit(lambda params, x: _forward(run.layer, params, x).out)  # not `run.apply`: no rules
-        with _during("a call that two devices split"):
+        with _during("a call split over two devices"):
             return _error(apply(params, x), run.whole)
 
 
@@ -231,13 +231,13 @@ def _no_tokens(run: _Run) -> float:
 
 LAWS = {
     "it is not causal: outputs change with later tokens": _causal,
-    "in pieces, with a cache, it does not give what it gives in one pass": _in_pieces,
-    "packed documents do not give what they give alone": _packed,
-    "padded sequences, and the tokens after them, do not give what they give alone": _padded,
+    "outputs in pieces, with a cache, differ from one pass": _in_pieces,
+    "outputs of packed documents differ from the same documents alone": _packed,
+    "outputs of padded sequences, or of tokens after them, differ from the same sequences alone": _padded,
     "its gradients are not finite": _gradients,
-    "stacked in a loop, two layers do not give what they give one after another": _stacked,
-    "where two devices split the batch, it does not give what it gives on one": _sharded,
-    "a piece of no tokens changes what follows": _no_tokens,  # last: the rarest concern, and it compiles again
+    "outputs of two layers stacked in a loop differ from the two layers in sequence": _stacked,
+    "outputs of a batch split over two devices differ from one device": _sharded,
+    "a piece without tokens changes later outputs": _no_tokens,  # last: the rarest concern, and it compiles again
 }
 
 

@@ -94,7 +94,7 @@ def _tokamax(call: AttentionCall) -> dict:
     del kwargs["return_residual"]
     caps = [mod.cap for mod in call.score_mods if hasattr(mod, "cap")]
     if len(caps) != len(call.score_mods):
-        raise Unsupported("of score mods it has the soft cap alone")
+        raise Unsupported("the only score mod it has is the soft cap")
     return kwargs | ({"logits_soft_cap": caps[0]} if caps else {})
 
 
@@ -104,7 +104,7 @@ def _torch(call: AttentionCall) -> dict:
         return {"q": call.q, "k": call.k, "v": call.v, "is_causal": True, "scale": call.scale}
     bias, mask = call.bias, pairs(call)
     if bias is not None and mask is not None:
-        raise Unsupported("it takes a mask or a bias")
+        raise Unsupported("it takes a mask or a bias, not both")
     return {"q": call.q, "k": call.k, "v": call.v, "bias": bias, "mask": mask, "scale": call.scale}
 
 

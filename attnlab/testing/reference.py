@@ -142,7 +142,7 @@ def _visible(mask: masks.Mask, call: AttentionCall) -> np.ndarray:
     if name in ("And", "Or"):
         a, b = (_visible(part, call) for part in parts)
         return a & b if name == "And" else a | b
-    raise TypeError(f"the reference has no formula of the mask {name}")
+    raise TypeError(f"the reference has no formula for the mask {name}")
 
 
 def _positions(call: AttentionCall) -> tuple[np.ndarray, np.ndarray]:
@@ -171,7 +171,7 @@ def _modified(call: AttentionCall, s: np.ndarray) -> tuple[np.ndarray, np.ndarra
                 c = [np.swapaxes(np.asarray(x, s.dtype), -1, -2) for x in (queries, queries if keys is None else keys)]
                 s = s + c[0][..., :, None] - c[1][..., None, :]
             case _:
-                raise TypeError(f"the reference has no formula of the score mod {type(mod).__name__}")
+                raise TypeError(f"the reference has no formula for the score mod {type(mod).__name__}")
     return s, slope
 
 

@@ -10,7 +10,7 @@ Outcome = Literal["right", "wrong", "ignored", "refused", "slow"]
 # Choices in which libraries legitimately differ, and what some libraries do.
 MASKED_ROW, DIAGONAL = "a fully masked row returns", "causal with fewer queries than keys"
 LSE_TYPE = "the lse of bfloat16 is in"
-TOP_LEFT, BOTTOM_RIGHT = "the first query sees the first key", "the last query sees all keys"
+TOP_LEFT, BOTTOM_RIGHT = "the first query attends to the first key", "the last query attends to all keys"
 NEITHER = "another mask"
 PROFILES = {
     "attnlab": {MASKED_ROW: "0", DIAGONAL: "refused"},
@@ -95,7 +95,7 @@ class Report(str):
         """Return the row of a feature; raise KeyError if it was not checked."""
         rows = {row.feature: row for row in self.rows}
         if feature not in rows:
-            raise KeyError(f"{feature!r} was not checked: {', '.join(rows)} were")
+            raise KeyError(f"{feature!r} was not checked, only {', '.join(rows)}")
         return rows[feature]
 
     @property

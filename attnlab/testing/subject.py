@@ -66,7 +66,7 @@ def outputs_of(function: Callable, adapter: Callable, second: str, shapes: Calla
         parts = found if isinstance(found, tuple) else (found, None)
         if len(parts) != 2 or not all(hasattr(x, "shape") for x in parts if x is not None) or parts[0] is None:
             what = f"a tuple of {len(parts)}" if isinstance(found, tuple) else f"a {type(found).__name__}"
-            raise ResultError(f"it returned {what}, expected an array, the output, or (output, {second})")
+            raise ResultError(f"it returned {what}, expected an output array, or (output, {second})")
         results = {name: x for name, x in zip(("out", second), parts) if x is not None}
         for (name, x), shape in zip(results.items(), shapes(call)):
             if tuple(x.shape) != tuple(shape):
@@ -108,7 +108,7 @@ class Subject:
         """Return the function's results and gradients; the call's arrays are traced if the function allows it."""
         transform, weights = case.feature.transform, {"out": case.d_out, "lse": case.d_lse}
         if transform == "sharded" and jax.device_count() < 4:
-            raise Unsupported("it needs four devices, which attnlab conform has")
+            raise Unsupported("it needs four devices: run attnlab conform, which simulates them")
         floating = floating_of(case.call)
         if transform == "sharded":
             floating = jax.device_put(floating, _over_batch_and_heads())

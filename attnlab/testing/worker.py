@@ -30,13 +30,13 @@ def find(name: str, what: str = "the function") -> Callable:
         found = importlib.import_module(module)
     except Exception as error:  # whatever the module raises
         said = f"{type(error).__name__}: {error}"
-        raise UserError(f"{name}: {module} cannot be imported ({said}): mend it, or name another module") from error
+        raise UserError(f"{name}: {module} cannot be imported ({said}): fix it, or name another module") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise UserError(f"{name}: {module} has no {attribute}: expected {what} as module:name")
         found = getattr(found, part)
     if not callable(found):
-        raise UserError(f"{name} is a {type(found).__name__}: expected {what}, which is called")
+        raise UserError(f"{name} is a {type(found).__name__}: expected {what}, a callable")
     return found
 
 

@@ -74,7 +74,7 @@ def load(
     workdir = Path(workdir)
     if huggingface.is_hf(workdir):
         if step not in ("latest", "best"):
-            raise UserError(f"{workdir} is a Hugging Face model, which has no checkpoint {step!r}: leave it out")
+            raise UserError(f"{workdir} is a Hugging Face model, which has no checkpoint {step!r}: remove it")
         model, tokenizer, config = peek(workdir)
         return Run(model, huggingface.from_hf(workdir)[1], tokenizer, config)
     model, tokenizer, config = peek(workdir, model=model, mask=mask, score_mod=score_mod)

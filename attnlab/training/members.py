@@ -181,7 +181,7 @@ class Members:
     def save_and_stop(self, step: int) -> None:
         """Save all runs after a signal, and print where once they are saved."""
         self.reporter.close()
-        self.reporter.print(f"stopping: saving step {step}; a second signal ends the process without it")
+        self.reporter.print(f"stopping: saving step {step}; a second signal ends the process without saving")
         self.save(step, self.runs)
         for index, run in self.runs.items():
             run.checkpoints.wait()

@@ -49,7 +49,7 @@ class MetricsLog:
                 kept, removed = file.read(size), file.readlines()
             if offset and hashlib.sha256(kept).hexdigest() != offset["sha256"]:
                 raise UserError(
-                    f"{path} is not what it was when step {last_step} was saved: restore it, or move it away to "
+                    f"{path} has changed since step {last_step} was saved: restore it, or move it away to "
                     "continue without its records"
                 )
             if offset and removed and _is_final(removed[0], last_step):

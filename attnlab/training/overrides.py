@@ -60,8 +60,8 @@ class Overrides(NamedTuple):
             before, value = (each.get(name) or None for each in (was, now))
             if (before is None) != (value is None):
                 raise UserError(
-                    f"{workdir} holds a run with {name} = {before}, and {name}= gives {value}: pass the same in "
-                    f"Python, {name}=…, or None"
+                    f"{workdir} holds a run with {name} = {before}, but {name} is now {value}: pass the same "
+                    f"{name}= in Python, or None"
                 )
         for part, code in ((part, code) for part, code in self.code(config).items() if part in names):
             if (record := saved.get("versions", {}).get(part)) is None:
@@ -72,7 +72,7 @@ class Overrides(NamedTuple):
                     what.append(f"{name!r}" + (f" in {path}" if path.name else ""))
                 raise UserError(
                     f"the code of {', '.join(what)} has changed since {workdir} began, {why}: restore it, pass the "
-                    "run's copy by --import, or choose a new --workdir"
+                    "run's copy with --import, or choose a new --workdir"
                 )
 
     def precision(self, configured: str) -> str:
@@ -89,7 +89,7 @@ class Overrides(NamedTuple):
         if found not in _PRECISIONS:
             raise UserError(f"{name} computes in {found}: expected {' or '.join(_PRECISIONS)}")
         if configured not in ("auto", found) and (configured, found) != ("tf32", "float32"):
-            raise UserError(f"config.precision = {configured!r}, but {name} computes in {found}: leave it out")
+            raise UserError(f"config.precision = {configured!r}, but {name} computes in {found}: remove it")
         return found if configured == "auto" else configured
 
 
@@ -112,10 +112,10 @@ def with_parts(config: RunConfig, *, layers=None, mask: Mask | None = None, scor
     for name, value in (("mask", mask), ("score_mod", score_mod)):
         for layer in config.model.layers if value is not None else ():
             if name not in {field.name for field in dataclasses.fields(layer)}:
-                raise UserError(f"{name}= is for attention, and layers of {layer.kind} have none: leave it out")
+                raise UserError(f"{name}= applies to attention, which {layer.kind} layers do not have: remove it")
             wanted = getattr(type(layer)(**{name: value}), name)
             if (own := getattr(layer, name)) is not None and not records.same(own, wanted):
-                raise UserError(f"{name} = {value!r}, but layers of {layer.kind} have {own!r}: leave one of them out")
+                raise UserError(f"{name} = {value!r}, but {layer.kind} layers have {own!r}: remove one of them")
         if value is not None:
             config = config.changed({f"model.layers[{n}].{name}": value for n in range(len(config.model.layers))})
     return config

@@ -113,7 +113,7 @@ class Parallel(NamedTuple):
         if sum(map(len, shares)) != len(devices) or len({len(rows) for rows in shares}) != 1:
             raise UserError(
                 f"the mesh {dict(self.mesh.shape)} gives {len(of_process)} processes overlapping shares of a batch: "
-                "use sizes of config.parallel.mesh that divide, or are multiples of, the devices of a process"
+                "use sizes of config.parallel.mesh that divide, or are multiples of, the number of devices per process"
             )
         return shares.index(tuple(sorted(of_process[jax.process_index()]))), len(shares)
 

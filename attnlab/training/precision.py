@@ -49,7 +49,7 @@ def resolved(precision: str, device: jax.Device | None = None) -> str:
         return "bfloat16" if _multiplies_bfloat16(device) else "float32"
     if not _is_ampere(device):
         raise UserError(
-            f"config.precision = 'tf32' needs NVIDIA's Ampere or newer, and this is a {device.device_kind}: use float32"
+            f"config.precision = 'tf32' needs NVIDIA's Ampere or newer, not a {device.device_kind}: use float32"
         )
     return precision
 

@@ -102,4 +102,4 @@ class PreemptionHandler:
     def _watch_peers(self):
         while not self._exited.wait(1):
             if self._last_poll and time.monotonic() - self._last_poll > self._timeout:
-                exit_peer_lost(f"or a save takes longer: no step for config.parallel.timeout = {self._timeout} s")
+                exit_peer_lost(f"no step for config.parallel.timeout = {self._timeout} s, or a save that takes longer")

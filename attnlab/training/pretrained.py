@@ -29,7 +29,7 @@ def completed(config: RunConfig, workdir: Workdir) -> tuple[RunConfig, tokenizer
         if config.data.tokenizer == "pretrained":
             raise UserError(
                 "config.init_from is missing, but config.data.tokenizer = 'pretrained' needs it: name a run or a "
-                "folder with a Hugging Face model, by --config.init_from=PATH"
+                "folder with a Hugging Face model, with --config.init_from=PATH"
             )
         return config, None
     was, tokenizer = workdir.config, None
@@ -47,8 +47,8 @@ def completed(config: RunConfig, workdir: Workdir) -> tuple[RunConfig, tokenizer
         value = found.get(name, usual)
         if (set_ := here.get(name, value)) not in (value, usual):
             raise UserError(
-                f"config.{name} = {set_!r} has no effect beside config.init_from = {config.init_from}, where it is "
-                f"{value!r}: leave it out"
+                f"config.{name} = {set_!r} has no effect with config.init_from = {config.init_from}, where it is "
+                f"{value!r}: remove it"
             )
     shape = was.changed({name: x for name, x in here.items() if name.startswith("model.") and _is_set_here(name)})
     data = dataclasses.replace(config.data, tokenizer=found.get("data.tokenizer", config.data.tokenizer))

@@ -22,7 +22,7 @@ def connect(timeout: int) -> None:
     """
     distributed = os.environ.get("ATTNLAB_DISTRIBUTED", "")
     if distributed not in ("", "0", "1"):
-        raise UserError(f"ATTNLAB_DISTRIBUTED={distributed}: expected 1 or 0, or leave it out")
+        raise UserError(f"ATTNLAB_DISTRIBUTED={distributed}: expected 1 or 0: set one of them, or unset it")
     if distributed == "0":
         return
     # The training loop detects a lost process first, with a helpful message; JAX's own heartbeat would just abort.

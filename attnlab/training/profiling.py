@@ -26,7 +26,7 @@ class Profiler:
         self._first = first if first > start else start + 2
         self._folder, self._report, self._tracing = folder, report, False
         if steps and self._first > self._last:
-            report(f"config.log.profile = {first}:{self._last}: no trace, as the run goes on from step {start}")
+            report(f"config.log.profile = {first}:{self._last}: no trace, because the run resumes from step {start}")
 
     def __enter__(self):
         return self

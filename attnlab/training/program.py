@@ -373,8 +373,8 @@ def _check_model(model: nn.Module, vocab_size: int, packing: str) -> None:
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     if packing == "documents" and "segments" not in inspect.signature(model.__call__).parameters:
         raise UserError(
-            f"config.data.packing = 'documents', but {type(model).__name__} takes no segments=: give its __call__ this "
-            "argument, int [B, T], the number of each token's document, or use packing=stream"
+            f"config.data.packing = 'documents', but {type(model).__name__} takes no segments=: add it to __call__ "
+            "(int [B, T], the index of each token's document), or use packing=stream"
         )
     try:
         variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
@@ -386,9 +386,7 @@ def _check_model(model: nn.Module, vocab_size: int, packing: str) -> None:
             f"{type(model).__name__} cannot be called as (tokens, deterministic=…, dropout_key=…): {error}"
         ) from error
     if set(variables) != {"params"}:
-        raise UserError(
-            f"{type(model).__name__} has the collections {', '.join(variables)}: a model may have params alone"
-        )
+        raise UserError(f"{type(model).__name__} has the collections {', '.join(variables)}: expected params only")
     if logits.ndim != 3 or logits.shape[:2] != (1, 2) or logits.shape[2] < vocab_size:
         raise UserError(
             f"{type(model).__name__} returns {list(logits.shape)} for tokens [1, 2]: expected logits [1, 2, V], V at "

@@ -181,7 +181,7 @@ def read_tokenizer(workdir: Path, saved: dict) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.load(path)
     found, expected = hashlib.sha256(files.read(path)).hexdigest(), saved.get("tokenizer_sha256")
     if found != expected:
-        raise UserError(f"{path} is another run's (sha256 {found}, expected {expected}): restore this run's file")
+        raise UserError(f"{path} belongs to another run (sha256 {found}, expected {expected}): restore this run's file")
     return tokenizer
 
 

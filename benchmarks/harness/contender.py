@@ -19,7 +19,7 @@ from . import matrix_products, serving
 
 
 def experiment(vocab_size, batch_size=None, precision="float32", strategy="mesh", recipe=None, **sizes) -> TrainProgram:
-    """What `Contender` trains, by its arguments; nothing is compiled."""
+    """The program that `Contender` trains, from its arguments; compiles nothing."""
     if recipe:
         return TrainProgram(run.resolve(configs.from_json(recipe)).config, vocab_size)
     config = configs.default()
@@ -36,11 +36,11 @@ class Contender:
 
     Args:
       tokens: path of a `.npy` file with the training text, `[length]`.
-      vocab_size: of the tokenizer.
+      vocab_size: vocabulary size of the tokenizer.
       batch_size: sequences a step; None for the recipe's.
       precision: "float32" or "bfloat16".
       strategy: `config.parallel.strategy`.
-      recipe: a whole config as a dictionary, in place of all of these but `tokens` and `vocab_size`; None for
+      recipe: a whole config as a dictionary, in place of all arguments but `tokens` and `vocab_size`; None for
         nanoGPT's model and optimizer.
       **sizes: fields of `config.model`.
     """
@@ -70,7 +70,7 @@ class Contender:
     def evaluate(self, tokens):
         """The mean loss on adjacent windows of the text in a `.npy` file, in nats a token; and the parameters.
 
-        Of the averaged parameters if the recipe has an average.
+        Evaluates the averaged parameters if the recipe averages them.
         """
         tokens, context = np.load(tokens), self.experiment.config.model.context
         batches = EvalBatches(tokens, context=context, batch_size=64, windows=len(tokens))
@@ -78,7 +78,7 @@ class Contender:
         return {"loss": scores["loss"], "parameters": self.experiment.parameters}
 
     def floor(self):
-        """The `seconds` of all matrix products of a step, each alone."""
+        """The `seconds` of all matrix products of a step, each timed alone."""
         if self._timer is None:
             self._counts = matrix_products.of_program(self.experiment.trace().jaxpr)
             self._timer = matrix_products.Timer(list(self._counts))

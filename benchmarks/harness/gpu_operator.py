@@ -23,7 +23,7 @@ from . import peers, tables
 from .peers import UNIT
 
 BACKENDS = ("dense", "blockwise", "cudnn", "mosaic")  # the specification first
-DOCUMENTS = 12  # in a sequence; their ends do not coincide with those of tiles
+DOCUMENTS = 12  # per sequence; their ends do not coincide with the ends of tiles
 PASSES = {"forward": "forward", "backward": "forward + backward"}
 _TORCH = {"torch SDPA": "sdpa", "torch FlexAttention": "flex"}
 _KEYS = {"jax.nn": "jax_nn"} | _TORCH  # the peers' names in figures
@@ -49,7 +49,7 @@ class Report(NamedTuple):
 
 
 def make_task(mask: str, batch: int, length: int, heads: int, head_dim: int, dtype: str, window: int) -> peers.Task:
-    """Random inputs of a type."""
+    """Random inputs for a mask."""
     arrays = jax.random.normal(jax.random.key(0), (4, batch, length, heads, head_dim)).astype(dtype)
     return peers.task(mask, arrays, window, DOCUMENTS)
 
@@ -60,16 +60,16 @@ def alternate(timers: dict[str, Callable], rounds: int, block: float) -> dict[st
     On a GPU a call may take less time than reading the clock and waiting for the device: hence blocks of calls.
 
     Args:
-      timers: functions of a number of calls; they return the seconds that these took.
+      timers: functions that make so many calls, and return the seconds that these took.
       rounds: timed blocks of each.
-      block: seconds a block, about.
+      block: approximate seconds per block.
 
     Returns:
       Seconds a call in each round, by contender.
     """
     calls, seconds = {}, {name: [] for name in timers}
     for name, timer in timers.items():
-        timer(3)  # compiles, if that is still to be done
+        timer(3)  # compiles, if necessary
         calls[name] = min(1000, max(1, round(3 * block / timer(3))))
     for _ in range(rounds):
         for name, timer in timers.items():
@@ -81,7 +81,7 @@ def alternate(timers: dict[str, Callable], rounds: int, block: float) -> dict[st
 
 
 def in_parallel(compilers: list[Callable]) -> None:
-    """Run functions that compile, as many at a time as there are cores; what fails, fails again where it is called."""
+    """Run functions that compile, as many at a time as there are cores; a failure is raised when it is called."""
 
     def run(compiler):
         with contextlib.suppress(Exception):
@@ -95,10 +95,10 @@ def check(report: Report, masks, head_dims, length: int, window: int) -> None:
     """Compare every backend with the specification in float64 on the same inputs: outputs and gradients.
 
     The error of an array is ‖x − x*‖ / ‖x*‖. Between the inputs and a gradient a value is rounded at most eight times
-    (q·scale, s, p, o, do·v, δ, ds, and the result), each time with a relative error of at most u, and as scores are of
-    order 1 nothing amplifies these errors. So the dense backend in the inputs' type may have an error of 8u, plus
+    (q·scale, s, p, o, do·v, δ, ds, and the result), each time with a relative error of at most u. Scores are of
+    order 1, so nothing amplifies these errors. So the dense backend in the inputs' type may have an error of 8u, plus
     √T·2⁻²⁴ for the sums, whose at most T float32 roundings add up in quadrature. Another backend of the same type
-    rounds no more often, but in another order and at other places: its error may be three times the dense backend's.
+    rounds no more often, but in another order and in other places: its error may be three times the dense backend's.
     Products of float32 are computed in float32: TF32, the default on GPUs, would hide what is to be checked.
     """
     checked, compilers = {}, []
@@ -207,18 +207,18 @@ def race(
 ) -> None:
     """Time every contender with the right answer, under each mask: forward, and forward + backward.
 
-    All compile first, at the same time; then one is timed at a time. What is not compiled in half of the time that is
-    left is left out, and what is not timed by the deadline, too.
+    All compile first, in parallel; then they are timed one at a time. What is not compiled in half of the remaining
+    time, or not timed by the deadline, is left out.
 
     Args:
       report: gets rows and figures.
       masks: names of masks.
       sizes: of the inputs.
       rounds: timed blocks of each contender.
-      block: seconds a block, about.
-      torch: makes a process of `torchattention.py`; None without torch.
-      folder: for the arrays exchanged with them.
-      deadline: of the clock `time.monotonic()`.
+      block: approximate seconds per block.
+      torch: starts a process of `torchattention.py`; None without torch.
+      folder: for the arrays exchanged with these processes.
+      deadline: on the clock `time.monotonic()`.
     """
     tasks, entered = {}, {}
     pool = concurrent.futures.ThreadPoolExecutor(2 * os.cpu_count())
@@ -231,16 +231,16 @@ def race(
     futures = [future for row in entered.values() for future in row.values()]
     concurrent.futures.wait(futures, max(0, deadline - time.monotonic()) / 2)
     pool.shutdown(wait=False, cancel_futures=True)
-    print(f"{sum(map(_is_ready, futures))} of {len(futures)} contenders are compiled", flush=True)
+    print(f"{sum(map(_is_ready, futures))} of {len(futures)} contenders compiled in time", flush=True)
     for label, task in tasks.items():
         if time.monotonic() > deadline:
-            print(f"{label} is left out: no time is left", flush=True)
+            print(f"{label} is left out: the time is over", flush=True)
             continue
         try:
             for which, timers in _entered(report, label, task, entered[label]).items():
                 row = f"{label}, {PASSES[which]}"
                 if not timers:
-                    print(f"{row} is left out: no contender has the right answer", flush=True)
+                    print(f"{row} is left out: no contender has the correct answer", flush=True)
                     continue
                 seconds = alternate(timers, rounds, block)
                 print(tables.line(row, seconds), flush=True)
@@ -303,7 +303,7 @@ def _record(report, task, label, which, seconds) -> None:
 
 
 def _expected(task) -> list:
-    """The answers in float32: by the specification, or at great lengths by tiles, which `check` compares with it."""
+    """The answers in float32: by the specification, or for long sequences by tiles, which `check` compares with it."""
     exact = task._replace(**{name: getattr(task, name).astype(jnp.float32) for name in ("q", "k", "v", "d_out")})
     with jax.default_matmul_precision("highest"):
         return _answers(peers.ours("blockwise" if "dense" in _too_slow(task) else "dense", exact))
@@ -336,7 +336,7 @@ def _contenders(label, task, torch, folder) -> dict[str, Callable]:
 
 
 def _save(task, folder) -> None:
-    """Save the inputs of a task, which all tasks have in other shapes, and its ids."""
+    """Save the inputs of a task, which all tasks share in different shapes, and its ids."""
     for name in ("q", "k", "v", "d_out"):
         if not (folder / f"{name}.npy").exists():
             np.save(folder / f"{name}.npy", np.asarray(getattr(task, name).astype(jnp.float32)))
@@ -363,7 +363,7 @@ def _ready(make, *arguments):
 
 
 def _alone(queued: Callable, calls: int) -> float:
-    """The time of calls that are queued; on a GPU without the time that it takes to start and to end."""
+    """The time of queued calls; on a GPU without the time that starting and ending takes."""
     return queued(2 * calls) - queued(calls) if jax.default_backend() == "gpu" else queued(calls)
 
 

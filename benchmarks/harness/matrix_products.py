@@ -18,7 +18,7 @@ from . import serving
 
 
 class Product(NamedTuple):
-    """A product of two matrices, x·y, x·yᵀ or xᵀ·y, as a training step has it.
+    """A product of two matrices, x·y, x·yᵀ or xᵀ·y, as in a training step.
 
     Attributes:
       x: shape of the first operand.
@@ -54,7 +54,7 @@ class Product(NamedTuple):
 def of_program(closed) -> collections.Counter:
     """How often a jaxpr has each `Product`; loops of known length count as often as they run.
 
-    Products with batch axes, as of attention, are not counted, nor is what runs in a loop of unknown length.
+    Products with batch axes, such as attention's, are not counted, nor is what runs in a loop of unknown length.
     """
     counts = collections.Counter()
     _count(closed.jaxpr, 1, counts)
@@ -116,9 +116,9 @@ class Timer:
     def time(self) -> dict:
         """The `seconds` of each product: the median over as many calls as take 20 ms.
 
-        A call of a compiled program takes some 100 µs besides its products, and the memory of a new result is slow, all
-        of which a step pays once and not for each product. So a program of XLA repeats a product 4 times, and a small
-        one until it has computed 1 GFLOP, up to 32 times.
+        A call of a compiled program takes some 100 µs besides its products, and new memory for a result is slow; a step
+        pays for both once, not for each product. So a program of XLA repeats a product 4 times, and a small one until
+        it has computed 1 GFLOP, up to 32 times.
         """
         return {"seconds": [self._seconds(call) / times for call, times in self._calls]}
 
@@ -147,7 +147,7 @@ def _by_xla(product: Product) -> tuple[Callable[[], object], int]:
 
 
 def _repeated(multiply: Callable, times: int, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Multiply so often, each time with an element of the last product in the smaller operand.
+    """Multiply `times` times, each time with an element of the previous product in the smaller operand.
 
     Otherwise XLA would multiply once, before the loop. The loop carries the operand's bits, because to update one
     element of a bfloat16 array XLA on CPUs converts the whole array to float32 and back.

@@ -12,7 +12,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 def peak(call: Callable) -> float | None:
     """Peak rise of the process' resident memory during one call, results included, in MiB.
 
-    None where the system does not report it (all but Linux). Call it once before, so that compiling is not counted.
+    None where the system does not report it (all but Linux). Run `call` once before, so that compiling is not counted.
 
     >>> import sys
     >>> rise = peak(lambda: np.ones(2**23))  # 64 MiB

@@ -30,13 +30,13 @@ class NanoGPT:
       tokens: path of a `.npy` file with the training text, `[length]`.
       num_layers, num_heads, width, context: sizes of the model.
       batch_size: sequences a step.
-      vocab_size: of the tokenizer.
+      vocab_size: vocabulary size of the tokenizer.
       compiled: train `torch.compile(model)`.
       device: "cpu" or "cuda".
-      bfloat16: train and evaluate under `torch.amp.autocast`, as `train.py` does on GPUs, and on CPUs does not.
+      bfloat16: train and evaluate under `torch.amp.autocast`, as `train.py` does on GPUs, but not on CPUs.
       log_every: steps between two reads of the loss, which wait for the device.
-      schedule: `{"warmup": steps, "steps": steps in all, "last": rate}`, of a learning rate that rises to 1e-3 and
-        decays to `last` by half a cosine, as `train.py` has it; None for 1e-3 throughout.
+      schedule: `{"warmup": steps, "steps": steps in all, "last": rate}` of a learning rate that rises to 1e-3 and
+        decays to `last` by half a cosine, as in `train.py`; None for 1e-3 throughout.
     """
 
     def __init__(

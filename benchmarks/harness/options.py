@@ -37,10 +37,8 @@ def define_common(values, counts: dict[str, tuple[int, str]], sizes: Iterable[st
 
 def define_peer(values, python: str | None = "python3") -> None:
     """Define --peer_path and --peer_python, where nanoGPT is."""
-    flags.DEFINE_string(
-        "peer_path", None, "a checkout of nanoGPT; if not given, attnlab runs alone", flag_values=values
-    )
-    meaning = "a Python with torch installed" + ("" if python else "; this Python if not given")
+    flags.DEFINE_string("peer_path", None, "a checkout of nanoGPT; by default attnlab runs alone", flag_values=values)
+    meaning = "a Python with torch installed" + ("" if python else "; by default this Python")
     flags.DEFINE_string("peer_python", python, meaning, flag_values=values)
 
 

@@ -49,7 +49,7 @@ class Contender(NamedTuple):
     Attributes:
       forward: returns the output, `[B, T, H, D]`.
       backward: runs forward and backward; returns the gradients of q, k and v. None if there is no backward pass.
-      compile: compiles both, for calls that are timed.
+      compile: compiles both, before calls are timed.
     """
 
     forward: Callable
@@ -120,7 +120,7 @@ def _tokamax(task):
     import tokamax
     from absl import flags
 
-    flags.FLAGS.mark_as_parsed()  # else tokamax parses this command's flags as its own
+    flags.FLAGS.mark_as_parsed()  # otherwise tokamax parses this command's flags as its own
     return jax_nn(task, functools.partial(tokamax.dot_product_attention, implementation="xla_chunked"))
 
 

@@ -1,10 +1,10 @@
 """Figures on file, one file for each machine: `--record=docs/benchmarks`.
 
-A file has the `machine` and, in `benchmarks`, the cases of each benchmark: a size, a text, a mask with a length; "all"
-of a benchmark without cases. A case is replaced as a whole, and the others stay. It has the `date`, the `versions` of
-JAX and of the peers that are installed, the `figures`, and whether the machine was `idle`: less than a twentieth of its
-cores was busy in the second before the benchmark (`busy_cores_before`), and less was stolen by other virtual machines
-while it ran (`stolen_cores`, a mean). Both are None, as `idle`, where the system does not tell.
+A file has the `machine` and, in `benchmarks`, the cases of each benchmark, such as a size, a text, or a mask with a
+length. A case is replaced as a whole; the others stay. A case has the `date`, the `versions` of JAX and of the
+installed peers, the `figures`, and whether the machine was `idle`: less than a twentieth of its cores was busy in the
+second before the benchmark (`busy_cores_before`), and other virtual machines took less than that while it ran
+(`stolen_cores`, a mean). All three are None where the system does not report them.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ from attnlab.support.errors import UserError
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 PACKAGES = ("jax", "torch", "tokamax", "attnax")
 VENDORS = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}
-BUSY = 0.05  # of the cores
+BUSY = 0.05  # share of the cores
 
 
 def define(values) -> None:
     """Define --record."""
-    meaning = "a folder: put the figures into its file of this machine, in place of the same cases"
+    meaning = "a folder: write the figures to its file for this machine, replacing the same cases"
     flags.DEFINE_string("record", None, meaning, flag_values=values)
 
 
@@ -43,7 +43,7 @@ def check(values) -> None:
     if values.record is None:
         return
     if not os.path.isdir(values.record) or not os.access(values.record, os.W_OK):
-        raise UserError(f"--record={values.record} is not a folder that can be written: create it, or give another")
+        raise UserError(f"--record={values.record} is not a writable folder: create it, or give another")
     _load(Path(values.record))
     with contextlib.suppress(OSError):
         _before()
@@ -113,7 +113,7 @@ def _load(folder: Path) -> tuple[Path, dict]:
     if there != here:
         key = next(key for key in here if there.get(key) != here[key])
         why = f"its {key} is {there.get(key)}, not {here[key]}"
-        raise UserError(f"--record: {file} is of another machine ({why}): give another folder")
+        raise UserError(f"--record: {file} belongs to another machine ({why}): give another folder")
     return file, found
 
 
@@ -148,14 +148,14 @@ def _before() -> tuple[float, float, float]:
 
 
 def _cpu_seconds() -> tuple[float, float]:
-    """(Busy, stolen) CPU seconds of all cores since the system started; the first has the second in it."""
+    """(Busy, stolen) CPU seconds of all cores since the system started; the first includes the second."""
     words = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:9]
     user, nice, system, _, _, irq, softirq, steal = (int(word) / os.sysconf("SC_CLK_TCK") for word in words)
     return user + nice + system + irq + softirq + steal, steal
 
 
 def _rounded(value):
-    """Numbers with six digits, in dictionaries too."""
+    """Round numbers to six digits, in dictionaries too."""
     if isinstance(value, dict):
         return {name: _rounded(each) for name, each in value.items()}
     return float(f"{value:.6g}") if isinstance(value, float) else value

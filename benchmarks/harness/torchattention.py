@@ -110,7 +110,7 @@ class Contenders:
 
     def __init__(self, device):
         if device == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError("torch finds no GPU: name a Python by --peer_python whose torch does")
+            raise RuntimeError("torch finds no GPU: give a Python whose torch does with --peer_python")
         self.device, self.entered = device, {}
 
     def versions(self):
@@ -122,7 +122,7 @@ class Contenders:
         """Load a task `[B, T, H, D]` from the arrays of a folder: q.npy, k.npy, v.npy, d_out.npy; T.npy, the ids."""
         self.entered.clear()
         if self.device == "cuda":
-            torch.cuda.empty_cache()  # memory that torch caches is missing to JAX
+            torch.cuda.empty_cache()  # JAX needs the memory that torch caches
         arrays = [np.load(Path(folder) / f"{name}.npy").reshape(shape) for name in ("q", "k", "v", "d_out")]
         ids = np.load(Path(folder) / f"{shape[1]}.npy")
         self.task = task(mask, arrays, window, ids, self.device, dtype)

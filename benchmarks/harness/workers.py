@@ -24,7 +24,7 @@ SIZES = {
 
 
 def command(module: str, *words: str) -> list[str]:
-    """The command line of a worker process: `work(*words)` of a module of the benchmarks."""
+    """The command line of a worker process that calls `work(*words)` in a module of the benchmarks."""
     return [sys.executable, "-m", "attnlab.bench", "--worker", module, *words]
 
 
@@ -52,7 +52,7 @@ class Worker:
                     env=hugepages.environment(dict(os.environ)),  # as the training command does
                 )
             except OSError as error:
-                raise UserError(f"{command[0]} cannot be started ({error.strerror}): give a Python") from error
+                raise UserError(f"{command[0]} cannot be started ({error.strerror}): give another Python") from error
 
     def ask(self, what: str, **request) -> dict:
         """Send a request and return the answer.
@@ -102,11 +102,11 @@ def started(
     """Start a worker for each contender, all with a model of the same size on the same text.
 
     Args:
-      contenders: by name, {"peer": is it nanoGPT} and more arguments of its class.
+      contenders: by name, {"peer": whether it is nanoGPT} and other arguments of its class.
       label: for the progress lines.
       size: one of `SIZES`.
       peer_path: a checkout of nanoGPT; needed if a contender is a peer.
-      peer_python: a Python with torch installed; as above.
+      peer_python: a Python with torch installed; needed if a contender is a peer.
       tokens: the text, int `[length]`; if None, `quickstart_text()`.
       vocab_size: of `tokens`.
 

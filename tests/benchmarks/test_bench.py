@@ -1,4 +1,4 @@
-"""`python -m attnlab.bench`: every benchmark at tiny sizes, and flags that are wrong. No test asserts a time."""
+"""`python -m attnlab.bench`: every benchmark at tiny sizes, and invalid flags. No test asserts a time."""
 
 import doctest
 import json
@@ -14,7 +14,7 @@ from attnlab.bench import main
 from attnlab.support import shipped
 
 TINY = {"num_layers": 1, "num_heads": 2, "width": 8, "context": 8, "batch_size": 4}
-# A stand-in for nanoGPT, which answers every request at once.
+# A stand-in for nanoGPT that answers every request at once.
 PEER = """#!{python}
 import json, sys
 
@@ -39,7 +39,7 @@ def get_config(variant=""):
 """
 SMALL = "--rounds=1 --batch=2 --heads=2 --head_dim=4 --masks=window --window=3 --lengths=12"
 START = ("model.num_layers=1", "model.width=16", "model.context=16", "batch_size=4", "log.tensorboard=False")
-# By benchmark: flags, some of the figures, and a word of the tables.
+# By benchmark: flags, some of its figures, and a word of its tables.
 SMOKE = {
     "attention": (f"{SMALL} --peers=jax.nn", {"title", "seconds", "ratio", "peak_mib"}, "peak memory, MiB"),
     "decoding": ("--sizes=tiny --rounds=1", {"tokens_per_second_tiny_eight", "ratio_tiny"}, "tokens/s"),
@@ -70,13 +70,13 @@ SMOKE = {
         "× floor",
     ),
 }
-FAST = ("attention", "decoding")  # the others start processes, or compile most
+FAST = ("attention", "decoding")  # the others start processes or compile more
 
 
 @pytest.fixture
 def places(monkeypatch, tmp_path):
-    """A tiny size, and what stands for names in flags: a recipe, a text and flags of a peer."""
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # which the GPU's benchmark sets
+    """Adds a tiny size; returns values for the names in flags: a recipe, a text, and flags of a peer."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU benchmark sets it
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setitem(workers.SIZES, "tiny", TINY)
     shape = {"vocab_size": 9, "num_layers": 1, "num_heads": 2, "width": 8, "context": 16}
@@ -116,8 +116,8 @@ def test_every_benchmark_is_listed_and_has_a_smoke_test(capsys):
     assert "--rounds: timed blocks of each library (default: 7)" in capsys.readouterr().out
 
 
-def test_attention_leaves_out_a_peer_with_another_mask(capsys, monkeypatch, tmp_path):
-    """A window of 3 keys and of 4 keys before each query: outputs that rounding does not explain."""
+def test_attention_excludes_a_peer_with_another_mask(capsys, monkeypatch, tmp_path):
+    """The peer's window is one key too wide, so its outputs differ by more than rounding."""
 
     def wider(task):
         return peers.ours("dense", task._replace(window=task.window + 1))
@@ -140,7 +140,7 @@ attention --masks=casual | --masks: 'casual' is unknown (did you mean causal?)
 gpu --peer_python=/nowhere | /nowhere cannot be started (No such file or directory)
 loss --recipes=quickstart --rounds=2000 | quickstart has 2000 steps
 loss --path=nowhere.txt | nowhere.txt
-products --record=/nowhere | --record=/nowhere is not a folder
+products --record=/nowhere | --record=/nowhere is not a writable folder
 recurrence --members=mamba | 'mamba' is unknown
 start --config.batch_size=0 | config.batch_size = 0
 train --rounds=0 | --rounds=0
@@ -150,7 +150,7 @@ train --json={file} | {file} exists
 
 
 @pytest.mark.parametrize("command, message", INVALID)
-def test_invalid_flag_is_one_line(capsys, command, message):
+def test_invalid_flag_prints_one_line(capsys, command, message):
     assert main(["bench", *command.split(" ")]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1

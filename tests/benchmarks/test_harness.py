@@ -1,4 +1,4 @@
-"""What benchmarks count, and their records."""
+"""Counts of the benchmarks, and their records."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ def test_ratio_is_the_median_of_ratios_within_rounds():
     assert tables.ratio({"a": [2.0, 30.0, 8.0], "b": [1.0, 10.0, 4.0]}, "a", "b") == 2
 
 
-def test_flops_are_those_of_visible_pairs():
+def test_flops_count_visible_pairs():
     task = gpu_operator.make_task("documents", 2, 50, 3, 4, "bfloat16", 7)
     visible = jax.jit(lambda: peers.mask_of(task, task.ids).dense(50, 50, batch=(2,), num_heads=3))()
     pairs = np.broadcast_to(visible, (2, 3, 50, 50)).sum()
@@ -31,7 +31,7 @@ def test_flops_are_those_of_visible_pairs():
     assert gpu_operator.flops_of(task, "backward") == pairs * 7 * 2 * 4
 
 
-def test_products_are_found_in_loops_and_with_their_forms():
+def test_products_are_counted_in_loops_and_by_their_axes():
     def program(x, w):
         def layer(x, w):
             return products.dot_general(x, w, (((1,), (0,)), ((), ()))), None
@@ -75,7 +75,7 @@ def test_record_replaces_its_cases_and_keeps_the_others(tmp_path):
     ],
     ids=["damaged", "another machine"],
 )
-def test_record_in_a_file_of_something_else_leaves_it_alone(tmp_path, content, message):
+def test_record_leaves_other_files_alone(tmp_path, content, message):
     file = tmp_path / recording.file_name(recording.machine())
     file.write_text(content)
     with pytest.raises(UserError, match=message):
@@ -83,7 +83,7 @@ def test_record_in_a_file_of_something_else_leaves_it_alone(tmp_path, content, m
     assert file.read_text() == content
 
 
-def test_page_of_the_documentation_shows_the_records_beside_it(monkeypatch):
+def test_documentation_page_shows_the_records(monkeypatch):
     monkeypatch.syspath_prepend(REPOSITORY / "docs")
     import recorded
 

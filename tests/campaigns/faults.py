@@ -49,7 +49,7 @@ PROMPT = 10  # seconds for a run to end once it has been asked to stop, or has r
 
 
 def define(values, argv) -> None:
-    """The flags."""
+    """Define the flags."""
     counts = {
         "kills": "SIGKILLs at random instants of one run",
         "stops": "SIGTERMs at random instants of one run",
@@ -119,7 +119,7 @@ def _disturbed(count, folder, draw, number) -> dict:
     while sum(at.values()) < count:
         wanted = min(PHASES, key=lambda phase: (at[phase], draw.random()))
         newest = max(_intact(workdir), default=0)
-        if wanted == "compile":  # and write cache entries, which the kill may truncate
+        if wanted == "compile":  # so that the process writes cache entries, which the kill may truncate
             shutil.rmtree(folder / PROGRAMS, ignore_errors=True)
         with _started(workdir, fields, board) as (process, output):
             if not _wait_for(process, board, wanted, draw):
@@ -156,9 +156,9 @@ def _disturbed(count, folder, draw, number) -> dict:
 
 
 def together(count: int, folder: Path, draw: random.Random) -> dict:
-    """SIGKILLs of three runs that are trained so many together, at the start and after drawn steps.
+    """SIGKILLs of three runs that train one to three at a time, at the start and after random steps.
 
-    Wrong: a run without all records, losses that leave those of a run that is alone at once, a damaged checkpoint.
+    Wrong: a run with missing records, a loss that jumps away from that of the run alone, a damaged checkpoint.
     """
     wrong, at, env = [], [], os.environ | {"XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": str(folder / PROGRAMS)}
     fields = {f"seed={seed}": SHORT | {"seed": seed} for seed in (1, 2, 3)}
@@ -201,7 +201,7 @@ def _reached(workdir: Path) -> int:
 
 
 def _unlike(workdir: Path, alone: Path) -> list[str]:
-    """Differences of two finished runs that do not begin as rounding, which training enlarges."""
+    """Differences between two finished runs, except those that start as rounding and grow with training."""
     mine, theirs = records(workdir), records(alone)
     if [(r["split"], r["step"]) for r in mine] != [(r["split"], r["step"]) for r in theirs]:
         return [f"{workdir.name}: other records"]
@@ -217,7 +217,7 @@ def _arguments(workdir: Path, fields: dict) -> list[str]:
 
 @contextlib.contextmanager
 def _started(workdir: Path, fields: dict, board: Board | None = None):
-    """The command in a process of its own, which ends with this block, and the file of its output."""
+    """The command in a subprocess, which ends with this block, and the file with its output."""
     module = ["tests.campaigns.watched", board.path] if board else ["attnlab.train"]
     if board:
         board.clear()
@@ -242,7 +242,7 @@ def _finish(workdir: Path, fields: dict) -> None:
 
 
 def _wait_for(process, board, wanted, draw) -> bool:
-    """Waits for a random instant of a phase; False when the process ended before it."""
+    """Waits for a random instant of a phase; False if the process ended before it."""
     times = draw.randint(1, 3) if wanted in PHASES[2:] else 1
     deadline = time.monotonic() + PATIENCE
     while times and time.monotonic() < deadline:
@@ -265,7 +265,7 @@ def _intact(workdir: Path) -> list[int]:
 
 
 def _differences(workdir: Path, undisturbed: Path) -> list[str]:
-    """Differences of two finished runs: records except times, checkpoints, and every bit of the last one."""
+    """Differences between two finished runs: records except times, checkpoints, and every bit of the last one."""
     mine, theirs = (records(folder) for folder in (workdir, undisturbed))
     found = []
     if mine != theirs:
@@ -374,7 +374,7 @@ def _damage(path: Path, draw: random.Random) -> str:
 
 
 def _with_another_value(value, draw: random.Random, name: str = "") -> tuple[object, str]:
-    """JSON in which one value, at any depth, is another; and what was done."""
+    """JSON with one value replaced, at any depth; and what was done."""
     if isinstance(value, dict) and value and draw.random() < 0.8:
         key = draw.choice(list(value))
         inner, done = _with_another_value(value[key], draw, f"{name}.{key}")
@@ -386,7 +386,7 @@ def _with_another_value(value, draw: random.Random, name: str = "") -> tuple[obj
 
 
 def _command(module, argv: list[str], **hooks) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command, in this process; one that takes minutes raises."""
+    """Exit code, stdout and stderr of a command run in this process; raises if it takes minutes."""
     signal.signal(signal.SIGALRM, _give_up)
     signal.alarm(PATIENCE)
     out, error = io.StringIO(), io.StringIO()
@@ -416,7 +416,7 @@ def full_disks(count: int, folder: Path, draw: random.Random) -> dict:
     inodes = sum(1 for _ in one.rglob("*"))
     size = sum(-(-path.stat().st_size // 4096) * 4 for path in one.rglob("*") if path.is_file())  # KiB, whole pages
     for number in range(count):
-        share = draw.uniform(0.0, SHORT["checkpoint.keep"] + 0.5)  # one more than is kept is never less
+        share = draw.uniform(0.0, SHORT["checkpoint.keep"] + 0.5)  # a run needs room for keep + 1 checkpoints
         options = f"nr_inodes={4 + round(share * inodes)}" if number % 2 else f"size={8 + round(share * size)}k"
         workdir, disk = folder / f"run-{number}", folder / f"disk-{number}"
         fields = SHORT | {"checkpoint.dir": disk / "kept"}

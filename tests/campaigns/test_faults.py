@@ -1,4 +1,4 @@
-"""A sample of each fault campaign, with real processes; and that a campaign detects faults."""
+"""A sample of each fault campaign with real processes, its flags, and a disk that fills while saving."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def mounts(tmp_path_factory):
-    """Skips a test where file systems cannot be mounted."""
+    """Skips a test if file systems cannot be mounted."""
     folder = tmp_path_factory.mktemp("mount")
     if shutil.which("mount") is None or subprocess.run(["mount", "-t", "tmpfs", "none", folder]).returncode:
         pytest.skip("a small file system cannot be mounted here: be root, outside a sandbox")
@@ -55,7 +55,7 @@ def test_sample_of_a_campaign_finds_nothing_wrong(tmp_path, campaign, count, req
         (["--json=README.md", "--kills=1"], "--json=README.md exists: give a new file"),
     ],
 )
-def test_invalid_flag_is_one_line(capsys, monkeypatch, arguments, message):
+def test_invalid_flag_prints_one_line(capsys, monkeypatch, arguments, message):
     monkeypatch.chdir(REPOSITORY)
     assert commands.run(faults.define, faults.main, faults.__doc__, ["faults", *arguments]) == 2
     error = capsys.readouterr().err
@@ -82,7 +82,7 @@ print(checkpoints.steps()[:2], {checkpoints.damage(step) for step in checkpoints
 
 
 def test_process_without_disk_space_ends_and_keeps_checkpoints(tmp_path, mounts):
-    """`nr_inodes` is such that a folder of the third checkpoint cannot be created: the process used not to end."""
+    """With this `nr_inodes` a folder of the third checkpoint cannot be created, on which the process used to hang."""
     with faults._small_file_system(tmp_path / "disk", "nr_inodes=62"):
         command = [sys.executable, "-c", SAVE_WITHOUT_SPACE, str(tmp_path / "disk" / "kept")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -18,7 +18,7 @@ LENGTHS = [(256, 256), (256, 256), (200, 200), (130, 256), (256, 100)]
 
 
 def draw_mods(rng, shape: Shape):
-    """(Arrays that have gradients by name, their score mods)."""
+    """(Differentiable arrays by name, a function from these to score mods)."""
     sums = {length: np.cumsum(-0.1 * rng.random((length, shape.heads)), axis=0) for length in shape[1:3]}
     known = {
         "slopes": (0.1 * rng.random(shape.heads), ALiBi),
@@ -34,7 +34,7 @@ def draw_mods(rng, shape: Shape):
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_random_composition_has_the_results_and_gradients_of_the_specification(seed):
+def test_random_composition_matches_the_specification(seed):
     rng = np.random.default_rng(seed)
     heads, features = int(rng.integers(1, 3)), int(rng.choice([64, 64, 128]))
     queries, keys = LENGTHS[rng.integers(len(LENGTHS))]
@@ -42,7 +42,7 @@ def test_random_composition_has_the_results_and_gradients_of_the_specification(s
     arrays, mods = draw_mods(rng, shape)
     arrays |= {"sinks": rng.normal(size=heads)} if rng.random() < 0.4 else {}
     terms = {}
-    if rng.random() < 0.9:  # kernels take blocks of 64, and no arrays of all pairs
+    if rng.random() < 0.9:  # kernels take blocks of 64 and no dense masks
         terms["mask"] = draw_mask(rng, (shape.batch,), heads, queries, keys, size=64, dense=False)
     if queries != keys or rng.random() < 0.2:
         terms["q_positions"] = rng.integers(0, keys, queries).astype(np.int32)
@@ -58,5 +58,5 @@ def test_random_composition_has_the_results_and_gradients_of_the_specification(s
     arguments = (q, k, v, arrays), weights
     with mosaic.interpreted():
         found = jax.jit(functools.partial(results, "mosaic", of_arrays))(*arguments)
-    # Rows of few keys, and sums that cancel, have larger errors than those of the fast tests.
+    # Rows with few keys and sums that cancel have larger errors than the cases of the fast tests.
     assert_near(found, specified(functools.partial(results, "dense", of_arrays), *arguments), bound=2**-5)

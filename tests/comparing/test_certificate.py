@@ -28,7 +28,7 @@ def model(layers="attention", **fields):
         ({"layers": "conv"}, ()),
     ],
 )
-def test_features_are_those_that_a_model_uses(fields, features):
+def test_certificate_covers_the_features_that_a_model_uses(fields, features):
     gpt = model(**fields)
     assert certificate.features_of(gpt, gpt.config.layers[0]) == features
 
@@ -47,7 +47,7 @@ def test_hybrid_has_a_certificate_for_each_kind_of_layer():
     assert found["conforms"] and 0 < found["worst"] < 1 and list(found["features"]) == ["linear", "attention"]
 
 
-def test_operator_with_a_fault_is_marked(monkeypatch):
+def test_faulty_operator_does_not_conform(monkeypatch):
     def faulty(impl, return_lse, **call):
         return faults.attention(**call, fault="window one key too wide")
 

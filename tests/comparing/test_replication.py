@@ -30,7 +30,7 @@ VARIANTS = ["softmax", "delta"]
         (0.009, (-0.005, 0.008), "reproduced"),  # up to the margin
     ],
 )
-def test_outcome_is_of_the_interval_and_the_published_difference(published, ours, expected):
+def test_outcome_follows_from_interval_and_published_difference(published, ours, expected):
     low, high = ours
     assert outcome(published, (low + high) / 2, (high - low) / 2, margin=0.01) == expected
 
@@ -73,7 +73,7 @@ def test_outcome_needs_runs_that_learnt(ours, outcomes):
         ('"source": "s"', "missing 3 required .*: expected a dictionary of source, results, margin, differs, length"),
         (
             '"source": "", "results": {"softmaks": 1}, "margin": 0, "differs": ""',
-            "has 'softmaks': expected variants, and fields",
+            "has 'softmaks': expected variants; in protocol: config fields",
         ),
         ('"source": "", "results": {"delta": 1}, "margin": 0, "differs": ""', "no result of 'softmax', the first"),
         (
@@ -82,7 +82,7 @@ def test_outcome_needs_runs_that_learnt(ours, outcomes):
         ),
     ],
 )
-def test_mistake_in_published_results_is_one_line(tmp_path, fields, message):
+def test_mistake_in_published_results_raises_one_line(tmp_path, fields, message):
     file = tmp_path / "mine.py"
     file.write_text(f"PUBLISHED = {{'recall': {{{fields}}}}}")
     with pytest.raises(UserError, match=rf"mine.py: PUBLISHED\['recall'\].*{message}") as raised:

@@ -1,4 +1,4 @@
-"""What runs tell of their losses and times, and the table of a comparison."""
+"""Losses and times of runs, and the table of a comparison."""
 
 import json
 import math
@@ -41,13 +41,13 @@ def final(loss):
 DIVERGED = {"step": 3, "split": "diverged", "loss": None}
 
 
-def test_seconds_of_a_run_are_at_the_speed_of_a_race(tmp_path):
+def test_seconds_of_a_run_use_the_speed_from_the_race(tmp_path):
     records = [trained(2, 10.0), validated(2, 3.0), trained(4, 20.0), validated(6, 2.0), trained(6, 20.0)]
     curve = protocol.curve(run(tmp_path / "run", *records), 40.0)
     np.testing.assert_allclose(curve, [[20, 0.5, 3.0], [60, 1.5, 2.0]])
 
 
-def test_run_that_diverged_has_the_loss_of_chance_and_an_unfinished_one_none(tmp_path):
+def test_diverged_run_counts_as_chance_and_unfinished_run_as_nan(tmp_path):
     assert protocol.result(run(tmp_path / "diverged", trained(2, 10.0), DIVERGED)) == math.log(65)
     assert math.isnan(protocol.result(run(tmp_path / "unfinished", trained(2, 10.0))))
     assert protocol.result(run(tmp_path / "finished", final(1.5))) == 1.5
@@ -56,7 +56,7 @@ def test_run_that_diverged_has_the_loss_of_chance_and_an_unfinished_one_none(tmp
 @pytest.mark.parametrize(
     ("p", "text"), [(0.0123, "0.012"), (0.0499, "0.0499"), (0.0501, "0.05"), (0.04999, "0.04999"), (2e-5, "< 0.001")]
 )
-def test_p_value_has_the_digits_that_its_verdict_rests_on(p, text):
+def test_p_value_has_enough_digits_for_its_verdict(p, text):
     assert table.p_value(p) == text
 
 
@@ -64,7 +64,7 @@ PROTOCOL = Protocol(configs.RunConfig(), (1e-3, 1e-2, 1e-1), (0,), (1, 2, 3))
 VARIANTS = of_values({"one": {}, "two": {"model.attention.window": 16}})
 
 
-def test_runs_choose_rates_on_one_half_and_seed_and_compare_on_the_others():
+def test_tuning_and_final_runs_use_different_halves_and_seeds():
     tuning, last = PROTOCOL.tuning(VARIANTS[1]), PROTOCOL.final(VARIANTS[1], 1e-2)
     assert [(p.config.seed, p.config.optimizer.learning_rate, p.config.eval.part) for p in tuning] == [
         (0, 1e-3, "first"), (0, 1e-2, "first"), (0, 1e-1, "first")
@@ -77,7 +77,7 @@ def test_runs_choose_rates_on_one_half_and_seed_and_compare_on_the_others():
     assert not PROTOCOL._replace(rates=(1e-2,)).tuning(VARIANTS[0])
 
 
-def test_runs_of_a_file_before_it_was_edited_are_other_runs(tmp_path):
+def test_edited_file_gives_runs_other_names(tmp_path):
     def named(factor):
         (tmp_path / "mine.py").write_text(f"def near(score, b, h, i, j):\n    return score - {factor} * (i - j)\n")
         custom.import_file(tmp_path / "mine.py")
@@ -106,17 +106,17 @@ def test_muon_keeps_the_ratio_of_its_learning_rates():
         ([None] * 3, 1e-3, (1e-4, 1e-3, 1e-2, 1e-1)),
     ],
 )
-def test_learning_rate_is_that_of_the_lowest_loss_and_is_extended_beyond_an_edge(tmp_path, losses, rate, extended):
+def test_lowest_loss_chooses_the_rate_and_an_edge_extends_the_grid(tmp_path, losses, rate, extended):
     for point, loss in zip(PROTOCOL.tuning(VARIANTS[0]), losses):
         run(tmp_path / point.name, DIVERGED if loss is None else final(loss))
     found = protocol.chosen_rate(PROTOCOL, VARIANTS[0], PROTOCOL.rates, tmp_path)
     assert (found.chosen, found.at_edge) == (rate, extended is not None)
     assert extended is None or found.extended() == extended
-    assert not Rate(1e-2, (1e-2,)).at_edge  # the user's only one
+    assert not Rate(1e-2, (1e-2,)).at_edge  # the user's only rate
     assert Rate(0.01, (0.01, 0.0101)).extended()[0] < 0.01  # however near its neighbour is
 
 
-def test_rate_whose_runs_failed_bounds_no_grid(tmp_path):
+def test_rate_with_failed_runs_does_not_bound_the_grid(tmp_path):
     for point, loss in zip(PROTOCOL.tuning(VARIANTS[0]), [3.0, 2.0]):
         run(tmp_path / point.name, final(loss))
     found = protocol.chosen_rate(PROTOCOL, VARIANTS[0], PROTOCOL.rates, tmp_path)
@@ -137,15 +137,15 @@ def whole(tmp_path):
     losses = {"one": [1.0, 1.2, 1.1], "two": [1.5, None, 1.6]}
     for variant in VARIANTS:
         for point, loss in zip(PROTOCOL.final(variant, 1e-2), losses[variant.name]):
-            steps = [trained(1, 1.0), validated(1, 2.0), trained(9, 1e6)]  # speeds of another hour
+            steps = [trained(1, 1.0), validated(1, 2.0), trained(9, 1e6)]  # speeds measured at another time
             run(tmp_path / point.name, *steps, *([DIVERGED] if loss is None else [validated(9, loss), final(loss)]))
     measured = {"one": {"parameters": 7, "loss_1x": 1.0, "loss_2x": 3.0}}
-    raced = {"one": [22.0, 20.0, 20.0], "two": [88.0, 80.0, 60.0]}  # tokens per second, of 90 tokens
+    raced = {"one": [22.0, 20.0, 20.0], "two": [88.0, 80.0, 60.0]}  # tokens per second; a run has 90 tokens
     speeds = {name: {"train_tokens_per_second": found} for name, found in raced.items()}
     return rows_of(PROTOCOL, tmp_path, measured, speeds)
 
 
-def test_table_counts_runs_that_diverged_and_pairs_seeds(whole):
+def test_table_counts_diverged_runs_and_pairs_seeds(whole):
     one, two = rows = whole.rows
     assert (one["loss"], one["diverged"], one["seeds"]) == (pytest.approx(1.1), 0, 3)
     assert (two["loss"], two["diverged"], two["seeds"]) == (pytest.approx((1.5 + math.log(65) + 1.6) / 3), 1, 3)
@@ -164,7 +164,7 @@ def test_table_counts_runs_that_diverged_and_pairs_seeds(whole):
     ("speeds", "verdict"),
     [([80.0, 80.0, 80.0], "better"), ([25.0, 80.0, 80.0], "not told apart"), ([20.0] * 3, "worse"), (None, None)],
 )
-def test_verdict_after_as_many_seconds_holds_in_every_round_of_the_race(tmp_path, speeds, verdict):
+def test_verdict_at_equal_time_holds_in_every_round_of_the_race(tmp_path, speeds, verdict):
     """The second variant needs 1.6 times as many tokens: it is better from 1.6 times the speed on."""
     workdirs = [[tmp_path / f"{name}{seed}" for seed in range(3)] for name in "ab"]
     for n, of_variant in enumerate(workdirs):
@@ -183,7 +183,7 @@ def test_verdict_after_as_many_seconds_holds_in_every_round_of_the_race(tmp_path
     ],
 )
 def test_accuracies_no_better_than_a_blind_guess_have_no_verdict(tmp_path, accuracies, verdict):
-    name = "task:recall pairs=8"  # of eight values in a sequence, one of 26 kinds
+    name = "task:recall pairs=8"  # a blind guess is one of the eight values in the sequence, out of 26
     tasks = PROTOCOL._replace(config=PROTOCOL.config.changed({"data.name": name}), measure="accuracy")
     for variant, found in zip(VARIANTS, accuracies):
         for point, accuracy in zip(tasks.final(variant, 1e-2), found):
@@ -191,37 +191,37 @@ def test_accuracies_no_better_than_a_blind_guess_have_no_verdict(tmp_path, accur
     rows = rows_of(tasks, tmp_path, {}, {}).rows
     assert (rows[1]["verdict"], rows[1]["blind"]) == (verdict, 1 / 8)
     (sentence,) = report.sentences(rows, "accuracy")
-    untrained = "two and one are not trained far enough to compare: accuracies 0.050 and 0.110, of a blind guess "
+    untrained = "two and one are not trained far enough to compare: accuracies 0.050 and 0.110, blind guess "
     assert sentence.startswith(untrained + "0.125" if "enough" in verdict else f"two is {verdict} than one by 0.")
 
 
-def test_table_comes_back_as_it_was(whole, tmp_path):
+def test_table_round_trips_through_csv(whole, tmp_path):
     paths.write_csv(tmp_path / table.TABLE, whole.rows)
     assert comparing.read(tmp_path) == whole.rows
     assert next(iter(whole.rows[0])) == "variant"
     assert whole.shown().heads[:3] == ["variant", "verdict", "p"] and all(column.help for column in whole.columns[1:])
 
 
-def test_sentence_says_by_how_much_on_what_evidence_and_whether_time_agrees():
+def test_sentence_has_difference_evidence_and_verdict_at_equal_time():
     row = {"variant": "b", "seeds": 5, "pairs": 5, "diverged": 0}
     row |= {"difference_loss": -0.1724, "difference_loss_interval": 0.0049}
     start = {"variant": "a", "tokens_per_parameter": None}
     row |= {"difference_p": 2e-5, "verdict": "better", "verdict_at_equal_time": "worse", "rates_at_edge": False}
     assert report.sentences([start, row], "loss") == [
-        "b is better than a by 0.1724 ± 0.0049 nats after as many tokens (p < 0.001, five seeds), but worse after as "
-        "many seconds."
+        "b is better than a by 0.1724 ± 0.0049 nats after the same number of tokens (p < 0.001, five seeds), but worse "
+        "at equal time."
     ]
     untimed = row | {"verdict_at_equal_time": None}
     assert report.sentences([start, untimed], "loss")[0].endswith("five seeds).")
     start["tokens_per_parameter"] = 0.4812
-    assert "nats after as many tokens, 0.48 a parameter (p" in report.sentences([start, row], "loss")[0]
+    assert "nats after the same number of tokens, 0.48 per parameter (p" in report.sentences([start, row], "loss")[0]
     row |= {"verdict": "not told apart", "difference_p": 0.31, "difference_seeds_needed": 24}
     row |= {"difference_seeds_needed_low": 9, "difference_seeds_needed_high": 1000}
     (text,) = report.sentences([start, row], "loss")
-    assert "are not told apart" in text and "p = 0.31, five seeds; 24 seeds (9 to ≥ 1,000) would decide" in text
+    assert "do not differ significantly" in text and "p = 0.31, five seeds; 24 seeds (9 to ≥ 1,000)" in text
 
 
-def test_verdict_says_where_a_learning_rate_is_at_the_edge():
+def test_verdict_mentions_a_learning_rate_at_the_edge():
     row = {"verdict": "better", "rates_at_edge": True}
     (column,) = [each for each in table.columns("loss", 3, 2) if each.key == "verdict"]
     assert column.cell(row) == "better, rate at the edge" and column.cell(row | {"rates_at_edge": False}) == "better"

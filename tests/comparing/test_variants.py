@@ -1,4 +1,4 @@
-"""Variants from a command line and from files, and widths that match in size."""
+"""Variants from the command line and from files, and matching their sizes."""
 
 import contextlib
 import re
@@ -22,7 +22,7 @@ def configs_of(variants, base=BASE):
     return {variant.name: variant.config(base) for variant in of_values(variants)}
 
 
-def test_variants_of_a_file_are_texts_or_values_and_come_after_those_of_the_command(tmp_path):
+def test_variants_from_a_file_are_texts_or_values_and_come_last(tmp_path):
     file = tmp_path / "mine.py"
     one = "model.width=16 model.attention.sinks=True"
     values = "{'three': SlidingWindow(3), 'four': lambda config: config.changed({'model.width': 32})}"
@@ -39,12 +39,12 @@ def test_variants_of_a_file_are_texts_or_values_and_come_after_those_of_the_comm
 
 
 class Window(LayerConfig, of=MultiHeadAttention, kind="window"):
-    """A user's config with a field that is no option."""
+    """A user-defined config with a field that is not an option."""
 
     reach: int = 3
 
 
-def test_python_values_are_what_the_variants_compute_with():
+def test_python_values_become_the_layers_of_variants():
     def near(score, b, h, i, j):
         return score - 0.1 * (i - j)
 
@@ -55,16 +55,16 @@ def test_python_values_are_what_the_variants_compute_with():
     assert found["b"] == (AttentionConfig(mask=SlidingWindow(4)),) and found["c"][0].score_mod == (ScoreFn(near),)
 
 
-def test_variants_that_differ_in_an_array_alone_are_two_programs():
+def test_variants_that_differ_only_in_an_array_are_two_programs():
     blocks, center = np.ones((40, 40), bool), np.arange(1600).reshape(40, 40) == 820
     points = grid.of_configs(
         [BASE.changed({"model.layers": BlockSparse(blocks ^ (center & bool(n)), 8), "seed": 3}) for n in (0, 1)]
     )
-    assert repr(points[0].config) == repr(points[1].config)  # as NumPy prints large arrays
+    assert repr(points[0].config) == repr(points[1].config)  # because NumPy abbreviates large arrays
     assert len(list(training_runs._groups(points, 1))) == 2 and points[0].name != points[1].name
 
 
-def test_function_that_fails_or_returns_no_config_is_one_line():
+def test_function_that_fails_or_returns_no_config_raises_one_line():
     for function, message in (
         (lambda config: config.modl, "AttributeError: "),
         (lambda config: 3, "its function retu"),
@@ -73,31 +73,29 @@ def test_function_that_fails_or_returns_no_config_is_one_line():
             configs_of({"a": {}, "b": function})
 
 
-def test_two_classes_of_one_name_are_refused():
+def test_two_classes_with_one_name_are_refused():
     a, b = (type("Mine", (MultiHeadAttention,), {}) for _ in range(2))
-    with pytest.raises(UserError, match="two classes of layers are named Mine"):
+    with pytest.raises(UserError, match="two layer classes are named Mine"):
         of_values({"a": a, "b": b})
 
 
-def test_two_classes_of_one_kind_are_refused():
+def test_two_classes_with_one_kind_are_refused():
     class Other(LayerConfig, of=MultiHeadAttention, kind="window"):
         pass
 
     named = type("window", (MultiHeadAttention,), {})
     for a, b in ((Window(), Other()), (Window, Other), (Window(), named)):
-        with pytest.raises(UserError, match="two classes of layers are named window: rename one"):
+        with pytest.raises(UserError, match="two layer classes are named window: rename one"):
             of_values({"a": a, "b": b})
 
 
 @pytest.mark.parametrize("field", ["steps=8", "batch_size=2", "model.context=8", "data.path=a.txt", "eval.windows=4"])
-def test_variant_that_would_see_other_tokens_is_refused(field):
-    with pytest.raises(
-        UserError, match=f"variant 'b': config.{field.partition('=')[0]}: all variants have it in common"
-    ):
+def test_variant_that_changes_the_tokens_is_refused(field):
+    with pytest.raises(UserError, match=f"variant 'b': config.{field.partition('=')[0]} must be equal in all variants"):
         configs_of({"a": "", "b": field})
 
 
-def test_names_of_folders_differ_where_names_do():
+def test_folder_names_differ_if_variant_names_differ():
     folders = {grid.name_of({"variant": name}) for name in ("a b", "a_b", "a/b", "a", "é" * 200, "é" * 201)}
     assert len(folders) == 6 and all("/" not in folder and len(folder) < 160 for folder in folders)
 
@@ -109,9 +107,9 @@ def test_names_of_folders_differ_where_names_do():
         ([": seed=3"], 'expected "NAME: FIELD=VALUE FIELD=VALUE"'),
         (["a: model.widht=3"], "variant 'a': config.model.widht .*did you mean model.width"),
         (["a: model.width"], "variant 'a': model.width: expected FIELD=VALUE"),
-        (["a: seed=3", "b:"], "variant 'a': config.seed is chosen"),
+        (["a: seed=3", "b:"], "variant 'a': the comparison chooses config.seed"),
         (["a: model.mlp='gated"], "variant 'a': .*No closing quotation"),
-        (["a:", "a: model.width=3"], "--variant='a' is there twice"),
+        (["a:", "a: model.width=3"], "--variant='a' is given twice"),
         (["a:"], "one variant: .*--variant"),
     ],
 )
@@ -125,7 +123,7 @@ def test_mistake_in_a_variant_is_named(given, message):
     ("content", "message"),
     [("1 +", "SyntaxError"), ("VARIANTS = 3", "VARIANTS is not a dictionary"), ("", "has no dictionary VARIANTS")],
 )
-def test_file_without_variants_is_one_line(tmp_path, content, message):
+def test_file_without_variants_raises_one_line(tmp_path, content, message):
     (tmp_path / "mine.py").write_text(content)
     with pytest.raises(UserError, match=message) as error:
         parse([], str(tmp_path / "mine.py"))
@@ -133,7 +131,7 @@ def test_file_without_variants_is_one_line(tmp_path, content, message):
 
 
 @pytest.mark.parametrize("of", ["parameters", "flops"])
-def test_feed_forward_layers_make_variants_as_large_at_the_same_width(of):
+def test_feed_forward_sizes_match_variants_at_the_same_width(of):
     base = BASE.changed({"model.width": 64, "model.num_layers": 2})
     variants = of_values({"plain": {}, "gated": {"model.mlp": "gated"}, "shallow": {"model.num_layers": 1}})
     plain, gated, shallow = matched(variants, base, 65, of)
@@ -151,7 +149,7 @@ def test_feed_forward_layers_make_variants_as_large_at_the_same_width(of):
         assert distance(model.hidden) <= 0.02 * wanted
 
 
-def test_width_makes_states_as_large_and_keeps_heads_whole():
+def test_width_matches_state_sizes_and_keeps_whole_heads():
     base = BASE.changed({"model.width": 64, "model.num_layers": 2})
     variants = of_values({"plain": {}, "shallow": {"model.num_layers": 1}})
     config = matched(variants, base, 65, "state")[1].config(base)
@@ -168,7 +166,7 @@ def test_width_is_not_changed_where_the_state_does_not_depend_on_it(head_dim, me
         assert matched(variants, base, 65, "state")[1].config(base).model.width == 128
 
 
-def test_variant_that_no_width_makes_as_large_is_not_comparable():
+def test_variant_that_cannot_match_in_size_is_not_comparable():
     base = BASE.changed({"model.width": 16, "model.num_layers": 1})
-    variants = of_values({"one": {}, "deep": {"model.num_layers": 9}})  # too large without feed-forward layers
+    variants = of_values({"one": {}, "deep": {"model.num_layers": 9}})  # too large even without feed-forward layers
     assert not matched(variants, base, 65, "parameters")[1].comparable

@@ -1,4 +1,4 @@
-"""A text, and SentencePiece's tokenizers of it, as published with Llama 2, Mistral and Gemma."""
+"""A text, and SentencePiece tokenizers for it like those published with Llama 2, Mistral and Gemma."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ STRIP = decoders.Strip(" ", 1, 0)
 
 
 def bpe():
-    """A BPE with pieces of words after "<unk>", "<s>", "</s>" and the bytes."""
+    """A BPE whose vocabulary is "<unk>", "<s>", "</s>", the bytes, and then pieces of words."""
     trained, words = library.Tokenizer(models.BPE()), VERSE.replace("\n", " \n ").split(" ")
     trainer = trainers.BpeTrainer(vocab_size=120, show_progress=False)
     trained.train_from_iterator(["▁" + word for word in words], trainer)
@@ -28,7 +28,7 @@ def bpe():
     return models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
 
 
-# (normalizer, pre-tokenizer, decoder) of tokenizer.json, and whether spaces before a text are all kept.
+# (normalizer, pre-tokenizer, decoder) of tokenizer.json, and whether decoding keeps all leading spaces of a text.
 FAMILIES = {
     "llama2": (normalizers.Sequence([normalizers.Prepend("▁"), SPACES]), None, [*DECODER, STRIP], True),
     "mistral": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False), [*DECODER, STRIP], False),
@@ -38,7 +38,7 @@ FAMILIES = {
 
 @functools.cache
 def of_family(family):
-    """The tokenizer as the library has it."""
+    """The tokenizer as an object of the library."""
     normalizer, splits, decoder, _ = FAMILIES[family]
     made = library.Tokenizer(bpe())
     made.normalizer, made.pre_tokenizer = normalizer, splits

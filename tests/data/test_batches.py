@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attnlab.data.batches import EvalBatches, TrainBatches, interleave, prefetched
 from attnlab.support.errors import UserError
 
-# Of few windows each takes long: a window is permuted among 2^16 numbers until it is one of them.
+# Long, because few windows are slow to permute: each is permuted among 2^16 numbers until it is in range.
 TEXT = np.arange(100_000)
 
 
@@ -104,7 +104,7 @@ def test_impossible_batches_say_what_to_change():
 
 @given(seed=st.integers(0, 99), context=st.integers(1, 30))
 def test_segments_number_the_documents_of_a_window(seed, context):
-    """Of documents of 1 to 40 tokens."""
+    """For documents of 1 to 40 tokens."""
     sizes = np.random.default_rng(seed).integers(1, 41, 5000)
     length, documents = int(sizes.sum()), np.cumsum(sizes) - sizes
     owner = np.repeat(np.arange(5000), sizes)
@@ -154,16 +154,16 @@ def test_evaluation_windows_are_allotted_by_weight():
     assert np.bincount(starts // 1000).tolist() == [30, 20, 2]
 
 
-def test_more_windows_than_there_are_may_be_asked_for():
+def test_more_windows_may_be_requested_than_exist():
     options = {"context": 1, "batch_size": 8, "windows": 2**31 - 1}
     assert EvalBatches(np.zeros(3_000_000, np.uint8), **options).windows == 2_999_999
     assert EvalBatches([TEXT[:1000], TEXT[:10]], **options, weights=[1, 5]).windows_of_texts == [999, 9]
     rare = EvalBatches([TEXT, TEXT], context=8, batch_size=7, windows=60, weights=[1, 999])
-    assert rare.windows_of_texts == [1, 60]  # one at least
+    assert rare.windows_of_texts == [1, 60]  # at least one
 
 
 @pytest.mark.parametrize("windows", [3, 100])
-def test_halves_of_a_text_are_evaluated_apart(windows):
+def test_halves_of_a_text_are_evaluated_separately(windows):
     def tokens(part):
         made = EvalBatches(np.arange(103), context=4, batch_size=2, windows=windows, part=part)
         batches = [batch.tokens[batch.weight > 0] for batch in made]

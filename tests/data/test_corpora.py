@@ -41,7 +41,7 @@ class AttnlabNeedsTensorflow(AttnlabFolktales):
 
 
 class AttnlabNeedsBeam(tfds.core.BeamBasedBuilder):
-    """A dataset that is prepared by Apache Beam."""
+    """A dataset that Apache Beam prepares."""
 
     VERSION, _info = AttnlabFolktales.VERSION, AttnlabFolktales._info
 
@@ -90,7 +90,7 @@ def test_sample_is_evenly_spaced_or_all(tmp_path, size):
     assert sample == corpora.load("text", path=f"{tmp_path}/a.txt").sample(size)
 
 
-def test_known_file_is_read_again_only_if_its_memory_is_corrupt(tmp_path, monkeypatch):
+def test_known_file_is_read_again_only_if_its_cached_scan_is_corrupt(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = settled(tmp_path / "a.txt", "a text to remember\n" * 99)
     before = corpora.load("text", path=path)
@@ -103,7 +103,7 @@ def test_known_file_is_read_again_only_if_its_memory_is_corrupt(tmp_path, monkey
         assert corpora.load("text", path=path) == before
 
 
-def test_cache_that_cannot_be_written_does_not_matter(tmp_path, monkeypatch):
+def test_unwritable_cache_is_ignored(tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("a file")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "a.txt"
@@ -121,7 +121,7 @@ def test_glob_joins_files_in_name_order_at_line_ends(tmp_path):
 
 @pytest.fixture
 def manual(tmp_path, monkeypatch) -> Path:
-    """A folder of TFDS, where the text of a book with notices is found in place of a download."""
+    """A TFDS folder that has the text of a book, with its notices, in place of a download."""
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(tmp_path))
     (tmp_path / "downloads" / "manual").mkdir(parents=True)
@@ -196,7 +196,7 @@ def test_tfds_dataset_keeps_its_own_splits(monkeypatch):
         ("mixture", {"mixture": "/no/such/file=1"}, "'/no/such/file': no such file"),
     ],
 )
-def test_unreadable_corpus_is_one_line(tmp_path, name, options, message):
+def test_unreadable_corpus_raises_one_line(tmp_path, name, options, message):
     (tmp_path / "empty.txt").write_text("")
     options = {key: value.format(tmp=tmp_path) if isinstance(value, str) else value for key, value in options.items()}
     with pytest.raises(UserError, match=message) as error:

@@ -1,4 +1,4 @@
-"""The order of windows: a permutation, and Grain's, so that a run does not depend on which of the two computed it."""
+"""The order of windows: a permutation, equal to Grain's, so that a run does not depend on which of them computed it."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from attnlab.data.permutation import permuted
 
 @given(size=st.integers(1, 2**45), place=st.floats(0, 1), seed=st.integers(0, 2**32 - 1))
 @example(size=2**14 + 1, place=1.0, seed=5)
-@example(size=2**17 + 1, place=1.0, seed=5)  # of 18 bits, as the last index has, where the logarithm is 17
+@example(size=2**17 + 1, place=1.0, seed=5)  # the last index has 18 bits, although its logarithm is 17
 def test_permuted_index_equals_grains(size, place, seed):
     index_shuffle = pytest.importorskip("grain.experimental").index_shuffle
     index = min(int(place * size), size - 1)
@@ -18,7 +18,7 @@ def test_permuted_index_equals_grains(size, place, seed):
     assert permuted(np.array([index]), size, seed) == [expected]
 
 
-@pytest.mark.parametrize("size", [1, 2, 1000, 4**8 + 1])  # Grain shows an index of the last twice
+@pytest.mark.parametrize("size", [1, 2, 1000, 4**8 + 1])  # for the last size, Grain gives one index twice
 def test_permuted_range_is_a_permutation(size):
     found = permuted(np.arange(size), size, seed=7)
     np.testing.assert_array_equal(np.sort(found), np.arange(size))

@@ -95,7 +95,7 @@ def test_invalid_byte_is_counted_from_the_start_of_the_file(tmp_path, monkeypatc
         ("a.array_record-00000-of-00001", (Path.write_bytes, b""), "", r"use tfds:NAME"),
     ],
 )
-def test_unreadable_document_is_one_line(tmp_path, name, write, feature, message):
+def test_unreadable_document_raises_one_line(tmp_path, name, write, feature, message):
     write, *arguments = write
     write(tmp_path / name, *arguments)
     with pytest.raises(UserError, match=message) as error:
@@ -110,7 +110,7 @@ def test_files_of_several_kinds_are_refused(tmp_path):
         documents_of(tmp_path / "*")
 
 
-def test_unreadable_permissions_are_one_line(tmp_path, monkeypatch):
+def test_missing_permission_raises_one_line(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 

@@ -1,4 +1,4 @@
-"""Token stores: the tokens of the whole text, bit for bit, whatever interrupts or damages their making."""
+"""Token stores: the tokens of the whole text, bit for bit, despite interruptions and damage."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def test_documents_are_encoded_one_by_one(kind, tmp_path, small):
     whole = [document + "\n\n" for document in documents[:-1]]
     cut = int(0.9 * len(text))
     expected, position = {"train": [], "validation": []}, 0
-    for document in whole:  # the one that both splits share becomes two
+    for document in whole:  # the document across both splits becomes two
         at = min(max(cut - position, 0), len(document))
         expected["train"] += [document[:at]] * (at > 0)
         expected["validation"] += [document[at:]] * (at < len(document))
@@ -148,7 +148,7 @@ def replace_by_device(file):
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_damage_is_noticed_at_every_start_but_for_flipped_bits_of_tokens(damage, name, noticed, tmp_path):
+def test_damage_is_noticed_at_start_except_flipped_token_bits(damage, name, noticed, tmp_path):
     arguments = corpus_of(tmp_path, TEXTS["lines"]), tokenizers.make("byte", "")
     made = store.load(*arguments, packing="documents", folder=tmp_path)
     damage(made.path / name)
@@ -157,7 +157,7 @@ def test_damage_is_noticed_at_every_start_but_for_flipped_bits_of_tokens(damage,
         with pytest.raises(UserError, match=f"is damaged .{name} does not match its sha256.: remove it"):
             made.verify()
     else:
-        with pytest.raises(UserError, match=f"is damaged .{name}.*: remove it, and it is made again") as error:
+        with pytest.raises(UserError, match=f"is damaged .{name}.*: remove it to have it rebuilt") as error:
             store.load(*arguments, packing="documents", folder=tmp_path)
         assert "\n" not in str(error.value)
 
@@ -168,7 +168,7 @@ def test_store_of_another_tokenizer_is_refused(tmp_path):
     other = store.load(corpus, char, folder=tmp_path)
     shutil.rmtree(other.path)
     made.path.rename(other.path)
-    with pytest.raises(UserError, match="another key"):
+    with pytest.raises(UserError, match="its key differs"):
         store.load(corpus, char, folder=tmp_path)
 
 
@@ -186,7 +186,7 @@ def test_bit_flipped_while_a_store_is_written_is_noticed(tmp_path, monkeypatch):
     assert not list((tmp_path / "stores").glob("*/"))
 
 
-def test_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+def test_unwritable_folder_raises_one_line(tmp_path, monkeypatch):
     corpus = corpus_of(tmp_path, TEXTS["lines"])
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be written .*--config"):
@@ -196,7 +196,7 @@ def test_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     assert made.path.parent == tmp_path / "attnlab" / "tokens" == cache.folder()
 
 
-def test_text_that_changed_leaves_nothing_behind(tmp_path):
+def test_changed_text_leaves_no_partial_store(tmp_path):
     corpus = corpus_of(tmp_path, TEXTS["lines"])
     (tmp_path / "text.txt").write_text(TEXTS["lines"].upper())
     with pytest.raises(UserError, match="changed while it was read"):
@@ -243,7 +243,7 @@ def large(tmp_path_factory) -> Path:
     return path
 
 
-def test_one_of_several_processes_makes_the_store(large, tmp_path):
+def test_only_one_of_several_processes_writes_the_store(large, tmp_path):
     several = [started(large, tmp_path) for _ in range(2)]
     out = [one.communicate() for one in several]
     assert len({text.split()[-1] for text, _ in out}) == 1 and not any(error for _, error in out)
@@ -272,8 +272,8 @@ def test_store_after_kills_equals_an_undisturbed_one(large, tmp_path):
     assert finished(large, folder) == reference and left
 
 
-def test_full_disk_is_one_line_and_can_be_repeated(large, tmp_path):
-    limited = ("bash", "-c", 'ulimit -f 30 && exec "$@"', "-")  # KiB of a file
+def test_full_disk_prints_one_line_and_a_retry_succeeds(large, tmp_path):
+    limited = ("bash", "-c", 'ulimit -f 30 && exec "$@"', "-")  # KiB per file
     _, error = started(large, tmp_path / "store", kind="byte", before=limited).communicate()
     assert len(error.splitlines()) == 1 and "make room there, or name another folder" in error, error
     assert finished(large, tmp_path / "store", kind="byte") == finished(large, tmp_path / "reference", kind="byte")

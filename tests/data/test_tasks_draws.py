@@ -1,4 +1,4 @@
-"""Drawn tasks: batches are pure functions of a step and a seed, traced or not; impossible sizes; laws of recall."""
+"""Drawn tasks: batches as pure functions of step and seed, traced or not; impossible sizes; distributions."""
 
 import functools
 
@@ -74,7 +74,7 @@ def test_batch_is_a_pure_function_of_step_and_seed_traced_or_not(name):
         ("spread_recall", {"length": 11}, "length = 11: expected 12 or more"),
     ],
 )
-def test_impossible_size_is_one_line(name, change, message):
+def test_impossible_size_raises_one_line(name, change, message):
     first = () if name == "modular_sums" else (0,)
     options = OPTIONS[name] | change
     first = (options.pop("kind"), *first) if "kind" in options else first
@@ -88,7 +88,7 @@ def test_repeats_draws_a_period_for_each_sequence():
     assert tokens.shape == (200, 24) and set(periods) == set(range(6, 13))
 
 
-def test_recall_targets_are_the_values_of_the_keys_asked_for():
+def test_recall_targets_are_the_values_of_the_queried_keys():
     tokens, targets, pairs = map(np.asarray, tasks.recall(0, batch_size=300, pairs=(1, 3, 6), vocab_size=20))
     assert tokens.shape == (300, 18) and targets.shape == (300, 6) and set(pairs) == {1, 3, 6}
     assert {leaf.dtype for leaf in (tokens, targets, pairs)} == {np.dtype(np.int32)}
@@ -99,19 +99,19 @@ def test_recall_targets_are_the_values_of_the_keys_asked_for():
         assert (keys >= 1).all() and (keys <= 9).all() and (values >= 10).all() and (values <= 18).all()
         value_of = dict(zip(keys, values))
         np.testing.assert_array_equal([value_of[key] for key in asked], wanted)
-        for start in range(0, 6, n):  # all keys, before any once more
+        for start in range(0, 6, n):  # every key once before any repeats
             assert len(set(asked[start : start + n])) == len(asked[start : start + n])
 
 
-def test_recall_order_of_questions_is_uniform():
+def test_recall_order_of_queries_is_uniform():
     first = np.asarray(tasks.recall(0, batch_size=6000, pairs=[3], vocab_size=20).tokens)
     asked = (first[:, 0:6:2] == first[:, 6:7]).argmax(1)
-    # Of 6,000 draws a third, 2,000 ± 37 (one deviation): five of them.
+    # A third of 6,000 draws, 2,000 ± 37 (one standard deviation); five deviations are allowed.
     np.testing.assert_allclose(np.bincount(asked), 2000, atol=5 * 37)
 
 
 @pytest.mark.parametrize("noise", [False, True])
-def test_spread_recall_asks_for_each_key_once_at_an_even_distance_from_the_pairs(noise):
+def test_spread_recall_queries_each_key_once_at_even_distances(noise):
     drawn = tasks.spread_recall(1, batch_size=200, pairs=3, length=15, vocab_size=20, noise=noise)
     tokens, targets = map(np.asarray, drawn)
     assert tokens.shape == targets.shape == (200, 15) and tokens.dtype == targets.dtype == np.int32
@@ -122,11 +122,11 @@ def test_spread_recall_asks_for_each_key_once_at_an_even_distance_from_the_pairs
         assert (places >= 6).all() and (places % 2 == 0).all() and sorted(row[places]) == sorted(value_of)
         assert wanted[places].tolist() == [value_of[key] for key in row[places]]
     filler = tokens[:, 6:][targets[:, 6:] < 0]
-    # Of 1,200 draws from 20 tokens each is missing with probability e^−60.
+    # In 1,200 draws from 20 tokens, each is missing with probability e^−60.
     assert set(filler) == (set(range(20)) if noise else {0})
 
 
-def test_spread_recall_asks_soon_more_often_by_its_law():
+def test_spread_recall_query_distances_follow_their_power_law():
     targets = np.asarray(tasks.spread_recall(0, batch_size=20000, pairs=1, length=12, vocab_size=9).targets)
     found = (targets >= 0)[:, 2::2].mean(0)
     weights = (1.0 + np.arange(5)) ** -0.99

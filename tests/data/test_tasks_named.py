@@ -11,7 +11,7 @@ from attnlab.data.tasks.named import parse
 from attnlab.data.tasks.task_batches import HeldOutBatches, TaskBatches
 from attnlab.support.errors import UserError
 
-# Each task, small, and its sequences' length.
+# Each task at a small size, and the length of its sequences.
 CASES = {
     "task:recall pairs=3 symbols=5": 12,
     "task:recall pairs=3 rewrites=4 symbols=8": 18,
@@ -25,7 +25,7 @@ CASES = {
 
 
 def solved(name, row):
-    """The answers of one sequence in characters by the rule of its task, None where there is none."""
+    """The answers of one sequence, in characters, by the rule of its task; None where there is no answer."""
     kind, length = name.split()[0].removeprefix("task:"), len(row)
     answers = [None] * length
     if "spread" in name:
@@ -49,7 +49,7 @@ def solved(name, row):
 
 
 def guessed(tokens, targets):
-    """The accuracy of one answer a sequence: its most frequent token that is one anywhere, the last of several."""
+    """The accuracy of one guess per sequence: its most frequent token among all answers, the last one in a tie."""
     kinds, right = set(targets[targets >= 0].tolist()), 0
     for row, wanted in zip(tokens.tolist(), targets):
         found = collections.Counter(token for token in reversed(row) if token in kinds)
@@ -58,7 +58,7 @@ def guessed(tokens, targets):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_batch_of_a_task_follows_its_rule_and_depends_on_seed_and_step(name):
+def test_task_batch_follows_its_rule_and_depends_on_seed_and_step(name):
     task = parse(name)
     assert CASES[name] >= task.shortest_context and list(task.alphabet) == sorted(set(task.alphabet))
     options = {"context": CASES[name], "batch_size": 2000, "seed": 1}
@@ -72,10 +72,10 @@ def test_batch_of_a_task_follows_its_rule_and_depends_on_seed_and_step(name):
         assert {len(text.rstrip(".")) for text in texts} == set(range(2, 10))
     counted = targets[targets >= 0]
     best = np.bincount(counted).max() / len(counted)
-    # The largest of at most 8 shares, each of 2,000 independent sequences or more: five deviations above their mean.
+    # The largest of at most 8 shares, each over 2,000 independent sequences or more: five deviations above the mean.
     assert task.chance <= best + 1e-9 and best <= task.chance + 5 * (task.chance * (1 - task.chance) / 2000) ** 0.5
     blind = task.blind(CASES[name])
-    # Five deviations of 2,000 independent sequences, and of the 10,000 draws that `blind` may rest on.
+    # Five deviations over 2,000 independent sequences, and over the 10,000 draws that `blind` may use.
     assert abs(guessed(tokens, targets) - blind) <= 5 * (blind * (1 - blind)) ** 0.5 * (2000**-0.5 + 10_000**-0.5)
     if batch.places is None:
         assert "parity" in name  # an answer at each digit
@@ -101,7 +101,7 @@ def test_recall_with_rewrites_asks_for_the_last_value_of_every_key():
     assert stale > 150
 
 
-def test_recall_with_fewest_has_doubled_numbers_of_pairs_equally_often():
+def test_recall_with_fewest_draws_doubling_pair_counts_uniformly():
     tokens, _ = map(np.asarray, parse("task:recall pairs=12 fewest=3 symbols=12").draw(0, batch_size=3000, length=36))
     shown = (tokens[:, :24] > 0).sum(axis=1) // 2
     counts = {pairs: int((shown == pairs).sum()) for pairs in (3, 6, 12)}
@@ -109,7 +109,7 @@ def test_recall_with_fewest_has_doubled_numbers_of_pairs_equally_often():
     assert max(abs(count - 1000) for count in counts.values()) < 5 * (3000 * 2 / 9) ** 0.5  # five deviations
 
 
-def test_held_out_batches_are_of_steps_that_training_never_takes():
+def test_held_out_batches_use_steps_that_training_never_reaches():
     task, options = parse("task:copy symbols=3"), {"context": 12, "batch_size": 4}
     first, second, whole = (
         HeldOutBatches(task, windows=10, part=part, **options) for part in ("first", "second", "all")
@@ -129,7 +129,7 @@ def test_longer_task_fills_a_longer_sequence(name):
     assert tokens.shape == (4, 100) and (np.asarray(targets)[:, -1] >= 0).all() and task.shortest_context <= 100
 
 
-def test_recall_has_a_longer_task_where_its_queries_are_spread():
+def test_recall_has_a_longer_task_only_with_spread_queries():
     assert parse("task:recall").longer(1000) is None
     spread = parse("task:recall queries=spread")
     assert spread.longer(1000) == spread
@@ -147,12 +147,12 @@ def test_recall_has_a_longer_task_where_its_queries_are_spread():
         (f"task:recall pairs={'9' * 5000}", "pairs = '9.*9': expected a value like 8"),
         ("task:recall pairs=x", "pairs = 'x': expected a value like 8"),
         ("task:recall pairs=20 rewrites=9", r"symbols = 26: expected pairs \+ rewrites = 29 or more"),
-        ("task:recall fewest=2 queries=spread", "fewest = 2: it has no effect with queries = 'spread': leave it at 0"),
+        ("task:recall fewest=2 queries=spread", "fewest = 2: it has no effect with queries = 'spread': keep the"),
         ("task:modular base=11", "base = 11: expected a number from 2 to 10"),
         ("task:parity shortest=50", "shortest = 50: expected longest = 40 or less"),
         ("task:induction triggers=11", "triggers = 11: expected a number from 1 to 10"),
     ],
 )
-def test_impossible_task_is_one_line(name, message):
+def test_impossible_task_raises_one_line(name, message):
     with pytest.raises(UserError, match=message):
         parse(name)

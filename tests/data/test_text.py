@@ -39,7 +39,7 @@ def test_bits_are_per_character_and_per_byte(tmp_path):
     }
 
 
-def test_mixture_weights_windows_bits_and_digest(tmp_path):
+def test_mixture_weights_windows_and_bits(tmp_path):
     (tmp_path / "a.txt").write_text("abcdefg\n" * 900)
     (tmp_path / "b.txt").write_text("二つ\n" * 900)
     loaded = load(tmp_path, mixture=f"{tmp_path}/a.txt=3, {tmp_path}/b.txt=1", tokenizer="byte")
@@ -52,7 +52,7 @@ def test_mixture_weights_windows_bits_and_digest(tmp_path):
     assert loaded.corpus["name"] == "mixture"
 
 
-def test_documents_are_told_apart(tmp_path):
+def test_documents_have_different_segments(tmp_path):
     lines = [json.dumps({"text": "word " * length}) for length in range(1, 60)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     options = {"path": f"{tmp_path}/a.jsonl", "tokenizer": "byte", "store": str(tmp_path / "stores")}
@@ -63,7 +63,7 @@ def test_documents_are_told_apart(tmp_path):
     assert load(tmp_path, **options).train[0].segments is None
 
 
-def test_tokenizer_is_made_from_a_sample_of_a_large_text(tmp_path):
+def test_tokenizer_is_trained_on_a_sample_of_a_large_text(tmp_path):
     with (tmp_path / "a.txt").open("w") as file:
         file.write("plain words " * 150_000 + "Ω")
     loaded = load(tmp_path, path=f"{tmp_path}/a.txt", tokenizer="wordpiece", vocab_size=40, tokenizer_sample=1)
@@ -81,7 +81,7 @@ def test_trained_tokenizer_is_remembered(tmp_path, monkeypatch):
     assert tokenizers.sha256(load(tmp_path, **options).tokenizer) == before
 
 
-def test_place_of_the_text_may_change_between_starts():
+def test_text_may_move_between_starts():
     config = configs.RunConfig.of({"data.path": "here"})
     assert config.changed({"data.path": "elsewhere", "data.store": "elsewhere"}).difference(config) == ""
 

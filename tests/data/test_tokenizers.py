@@ -25,7 +25,7 @@ TRAINED = pytest.mark.parametrize("kind", ["word", "bpe", "wordpiece"])
 
 @ALL
 @given(text=TEXTS)
-def test_decoding_restores_the_text_also_streamed_and_from_a_file(tmp_path_factory, kind, text):
+def test_decoding_restores_text_when_streamed_and_after_saving(tmp_path_factory, kind, text):
     tokenizer = tokenizers.make(kind, text, VOCAB_SIZE)
     ids = tokenizer.encode(text)
     assert ids.min() >= 0 and ids.max() < tokenizer.vocab_size
@@ -39,7 +39,7 @@ def test_decoding_restores_the_text_also_streamed_and_from_a_file(tmp_path_facto
     assert (empty.shape, empty.dtype, again.decode(empty)) == ((0,), np.int32, "")
 
 
-def test_streamed_text_is_complete_characters():
+def test_streaming_yields_complete_characters():
     tokenizer = tokenizers.ByteTokenizer()
     assert tokenizer.decode([195]) == "\ufffd" == "".join(tokenizer.stream(iter([195])))
     tokenizer = tokenizers.make("bpe", "aaa", 256)
@@ -78,7 +78,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_damaged_tokenizer_file_is_one_line(tmp_path, content):
+def test_damaged_tokenizer_file_raises_one_line(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_text(content)
@@ -117,7 +117,7 @@ def test_double_hash_in_text_is_not_a_continuing_piece():
     marked, continuing = tokenizer.encode("##a"), tokenizer.encode("ba")
     assert [tokenizer.decode([i]) for i in marked] == ["#", "#", "a"]
     assert len(continuing) == 1  # "ba", the whole word
-    assert tokenizer.encode("aa")[1] not in marked  # which is "##a", the piece
+    assert tokenizer.encode("aa")[1] not in marked  # that is "##a", the piece
 
 
 def test_infrequent_words_become_unk():
@@ -156,7 +156,7 @@ UNUSUAL = st.one_of(st.sampled_from(" \n\t\r\x1c\x85\u2003\u200bab'1,.#ñ二🙂
 
 @TRAINED
 @given(text=st.text(UNUSUAL, min_size=1, max_size=300))
-def test_parts_have_the_tokens_of_the_library(kind, text):
+def test_tokens_of_parts_match_the_library(kind, text):
     tokenizer = tokenizers.make(kind, text + "ab ab's 11 ,. " * 9, VOCAB_SIZE)
     library = huggingface.Tokenizer.from_str(json.dumps(tokenizer.to_dict()["tokenizer"]))
     parts = list(characters.parts([text], size=0))

@@ -1,4 +1,4 @@
-"""SentencePiece's tokenizers, as published with Llama 2, Mistral, Gemma and Phi-3, and as transformers reads them."""
+"""SentencePiece tokenizers, as published with Llama 2, Mistral, Gemma and Phi-3, and as transformers reads them."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ ALL = pytest.mark.parametrize("family", FAMILIES)
 
 
 def read(made, folder, **changes):
-    """The tokenizer of a folder with a tokenizer.json, some of whose parts are changed."""
+    """The tokenizer read from a folder with a tokenizer.json in which some parts are changed."""
     changes = {name: x if isinstance(x, dict) else json.loads(x.__getstate__()) for name, x in changes.items()}
     (folder / "tokenizer.json").write_text(json.dumps(json.loads(made.to_str()) | changes))
     return published.pretrained(folder)
@@ -36,7 +36,7 @@ def kept(text, family):
 
 @ALL
 @given(text=TEXTS)
-def test_tokens_and_text_are_those_of_the_library(family, text):
+def test_tokens_and_text_match_the_library(family, text):
     tokenizer, library = sentencepiece(family), of_family(family)
     ids = tokenizer.encode(text)
     assert ids.dtype == np.int32 and ids.tolist() == library.encode(text, add_special_tokens=False).ids
@@ -46,14 +46,14 @@ def test_tokens_and_text_are_those_of_the_library(family, text):
         assert not len(ids) or (ids.min() > 2 and ids.max() < tokenizer.vocab_size)
 
 
-def test_space_before_a_text_is_lost_where_none_is_put_before_it():
+def test_leading_space_is_lost_if_none_is_prepended():
     assert sentencepiece("mistral").decode(sentencepiece("mistral").encode("  una")) == " una"
     assert sentencepiece("llama2").decode(sentencepiece("llama2").encode("  una")) == "  una"
 
 
 @ALL
 @given(text=st.text(sorted(set(VERSE)), min_size=1), cut=st.integers(0, 100))
-def test_continuation_has_its_spaces(family, text, cut):
+def test_decoded_continuation_keeps_its_spaces(family, text, cut):
     assume(kept(text, family))
     tokenizer = sentencepiece(family)
     ids = tokenizer.encode(text)
@@ -63,7 +63,7 @@ def test_continuation_has_its_spaces(family, text, cut):
     assert prompt + rest == text
 
 
-def test_streamed_characters_of_bytes_are_complete():
+def test_streamed_byte_tokens_form_complete_characters():
     tokenizer = sentencepiece("llama2")
     ids = tokenizer.encode("a👩o")
     assert list(tokenizer.stream(iter(ids))) == ["a", "👩", "o"]
@@ -98,7 +98,7 @@ def test_saved_tokenizer_loads_unchanged_and_reads_special_tokens(tmp_path, fami
     assert again.to_dict() == tokenizer.to_dict() and tokenizers.sha256(again) == tokenizers.sha256(tokenizer)
     assert again.decode(again.encode(VERSE)) == VERSE and isinstance(again, tokenizers.Tokenizer)
     ids = again.encode("<s>una</s>").tolist()
-    assert (ids[0], ids[-1]) == (1, 2) and not {1, 2} & set(again.encode("una").tolist())  # none is added
+    assert (ids[0], ids[-1]) == (1, 2) and not {1, 2} & set(again.encode("una").tolist())  # no special token is added
 
 
 def test_added_tokens_beyond_the_model_are_left_out(tmp_path):
@@ -116,21 +116,21 @@ def test_added_tokens_beyond_the_model_are_left_out(tmp_path):
         ({"normalizer": normalizers.Lowercase()}, 'it may change texts: .*"Lowercase"'),
         ({"pre_tokenizer": pre_tokenizers.Split(" ", "removed")}, "it may change texts"),
         ({"decoder": decoders.WordPiece()}, "it may change texts"),
-        ({"model": {"type": "Nonsense"}}, "not a byte-level BPE"),
+        ({"model": {"type": "Nonsense"}}, "neither a byte-level BPE"),
         ({"model": {"type": "BPE", "vocab": {"▁": 0, "a": 2}, "merges": [], "byte_fallback": True}}, "it drops"),
     ],
 )
 def test_other_tokenizers_are_refused_in_one_line(tmp_path, change, why):
     with pytest.raises(UserError, match=why) as error:
         read(of_family("llama2"), tmp_path, **change)
-    assert "tokenizer.json is not a byte-level BPE like GPT-2's, nor of SentencePiece" in str(error.value)
+    assert "tokenizer.json is neither a byte-level BPE like GPT-2's nor from SentencePiece" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "LlamaTokenizer"])
 def test_transformers_reads_the_same_tokens_and_text(tmp_path, family):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    if family == "LlamaTokenizer":  # as transformers builds it now, without a file of the library
+    if family == "LlamaTokenizer":  # as transformers now builds it, without a tokenizer.json
         model = json.loads(of_family("llama2").to_str())["model"]
         theirs = transformers.LlamaTokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
         theirs.save_pretrained(tmp_path)
@@ -196,8 +196,8 @@ HOSTILE = st.lists(st.sampled_from([word + end for word in [*WORDS, "una", "", "
 
 @pytest.mark.parametrize("kind", [*FAMILIES, *tokenizers.TRAINED, "llama3", "roberta", "spaces behind", "superwords"])
 @given(added=st.lists(TOKENS, max_size=3), text=HOSTILE.map("".join), cuts=st.lists(st.integers(0, 60)))
-def test_parts_have_the_tokens_of_the_whole(kind, added, text, cuts):
-    # The library fails where a token takes the white space that another begins with.
+def test_tokens_of_parts_match_the_whole_text(kind, added, text, cuts):
+    # The library fails if one token strips the white space that another begins with.
     assume(not any(one.rstrip for one in added) or not any(one.content[0].isspace() for one in added))
     kind, made = of_kind(kind)
     made = library.Tokenizer.from_str(made.to_str())
@@ -214,7 +214,7 @@ def test_parts_have_the_tokens_of_the_whole(kind, added, text, cuts):
 
 @pytest.mark.parametrize("pattern", ["Fin.\n\nUna vida, ", "Fin.\nFin.\n", "12345\n 6 '' 's ", "vivi\u0301a "])
 def test_words_and_composed_characters_are_not_cut(tmp_path, pattern):
-    """A full stop and the new lines behind it are one word of Llama 3's and Qwen's, which compose characters (NFC)."""
+    """Llama 3 and Qwen take a full stop and the newlines after it as one word, and compose characters (NFC)."""
     tokenizer = read(byte_level(), tmp_path)
     text = pattern * (120_000 // len(pattern))
     assert tokenizer.kind == "bpe"

@@ -1,4 +1,4 @@
-"""Texts side by side: each as if it were alone, at any length, with any draws; what ends them; log-probabilities."""
+"""Texts side by side: each as if it were alone, at any length, with any draws; how they end; log-probabilities."""
 
 import functools
 import itertools
@@ -14,7 +14,7 @@ from attnlab.generation.drawing import Draw
 from attnlab.nn import GPT
 from tests.parameters import parameters
 
-# Prefilled with 1 or 8 tokens: every other power of two would be a program of its own.
+# Prefilled with 1 or 8 tokens, because every other power of two would be another program.
 PROMPTS = [np.array(prompt) for prompt in ([1], [1, 2, 3, 4, 5, 6], np.arange(8) % 5, np.arange(13) % 11)]
 TOKENIZER = make("char", "abcdefghij ")
 
@@ -25,7 +25,7 @@ SIZES = {"vocab_size": 11, "num_heads": 2, "width": 16, "context": 8, "use_bias"
 def gpt(positions="learned"):
     layers = 2 if positions == "learned" else 1
     model = GPT.of(**SIZES, num_layers=layers, positions=positions, attention={"qk_norm": False})
-    return model, parameters(model, np.zeros((1, 1), np.int32), seed=3)  # whose texts are varied
+    return model, parameters(model, np.zeros((1, 1), np.int32), seed=3)  # a seed that gives varied texts
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def full(positions):
 
 
 def drawn_by(model_and_params, prompts, count, **options):
-    """`[rows, tokens]`, of as many tokens as the longest text has."""
+    """`[rows, tokens]`, with as many tokens as the longest text."""
     return np.stack(list(generate(*model_and_params, prompts, count, **options)), axis=1)
 
 
@@ -56,7 +56,7 @@ def test_log_probabilities_of_equal_large_logits_are_exact():
     model = GPT.of(**SIZES, num_layers=1)
     params = jax.tree.map(np.zeros_like, parameters(model, np.zeros((1, 1), np.int32)))
     params["params"]["final_norm"]["bias"][0] = 128
-    params["params"]["output"]["embedding"][:, 0] = 64  # each logit is 8192, and log 11 more in float32 is off by 3e-4
+    params["params"]["output"]["embedding"][:, 0] = 64  # each logit is 8192; adding log 11 in float32 is off by 3e-4
     (step,) = decode(model, params, [PROMPTS[0]], 1)
     np.testing.assert_allclose(step.logprobs, -np.log(11), rtol=1e-6)
 
@@ -72,7 +72,7 @@ def most_likely(model, params, size):
 
 
 @pytest.mark.parametrize("kind", ["attention", pytest.param("gru", marks=pytest.mark.slow)])
-def test_greedy_text_with_learned_positions_is_of_the_last_half_beyond_context(kind):
+def test_learned_positions_beyond_context_restart_from_the_last_half(kind):
     model, params = gpt() if kind == "attention" else recurrent("gru", "learned")
     text, window, following = [1, 2, 3], 3, most_likely(model, params, size=8)
     for _ in range(20):
@@ -83,7 +83,7 @@ def test_greedy_text_with_learned_positions_is_of_the_last_half_beyond_context(k
 
 
 @pytest.mark.parametrize("positions", ["alibi", pytest.param("rotary", marks=pytest.mark.slow)])
-def test_other_positions_beyond_context_roll(positions):
+def test_other_positions_roll_beyond_the_context(positions):
     """In one layer, rolling is attention to a window of the context's size."""
     _, params = gpt(positions)
     window = {"context": 64, "num_layers": 1, "attention": {"window": 8, "qk_norm": False}}
@@ -108,7 +108,7 @@ def test_drawn_texts_side_by_side_equal_each_alone():
     each_alone(gpt("rotary"), tokens("rotary", PROMPTS, 20, num_samples=2, **DRAWN))
 
 
-def test_token_depends_on_seed_sample_and_place_alone_also_in_64_bit_mode():
+def test_token_depends_only_on_seed_sample_and_place_also_in_64_bit_mode():
     longer = tokens("rotary", PROMPTS[1], 12, num_samples=2, **DRAWN)
     np.testing.assert_array_equal(tokens("rotary", PROMPTS[1], 5, num_samples=2, **DRAWN), longer[:, :5])
     np.testing.assert_array_equal(tokens("rotary", PROMPTS[1], 12, **DRAWN), longer[:1])
@@ -128,8 +128,8 @@ def test_repetition_penalty_counts_prompt_and_output():
     assert tokens("rotary", PROMPTS[0], 5, temperature=0.0, repetition_penalty=3.0)[0].tolist() == text[1:]
 
 
-def test_log_probabilities_are_those_of_the_full_pass():
-    """Of the raw logits, whatever the options of the draw; 1e-5: float32's, of logits of about 10."""
+def test_log_probabilities_match_the_full_pass():
+    """From the raw logits, whatever the options of the draw; 1e-5 is for float32 logits of about 10."""
     model, params = gpt("rotary")
     draw, prompts = Draw(temperature=0.5, top_k=3, repetition_penalty=2.0), (PROMPTS[0], np.array([1, 2, 3]))
     steps = list(decode(model, params, prompts, 5, draw=draw))
@@ -150,7 +150,7 @@ def test_end_token_ends_a_text_and_the_others_go_on():
         last = row.tolist().index(end) if end in row else 19
         np.testing.assert_array_equal(other, [*row[: last + 1], *[-1] * (19 - last)])
     assert (ended == -1).any() and ((scores == 0) == (ended == -1)).all()
-    # Where all texts have ended, so has generation.
+    # Generation ends when all texts have ended.
     assert len(list(generate(*gpt("rotary"), PROMPTS[1], 10**9, num_samples=2, end=range(11)))) == 1
 
 
@@ -180,7 +180,7 @@ def test_texts_of_any_length_are_generated_on_demand():
         (PROMPTS, {"stop": ["a"]}, "stop strings need a tokenizer"),
     ],
 )
-def test_prompt_of_another_form_is_rejected(own_errors, prompt, options, message):
+def test_invalid_prompt_is_rejected(own_errors, prompt, options, message):
     with pytest.raises(ValueError, match=message):
         next(generate(*gpt(), prompt, 5, **options))
 
@@ -190,15 +190,15 @@ def test_prompt_of_another_form_is_rejected(own_errors, prompt, options, message
 
 @functools.cache
 def recurrent(layers, positions="none"):
-    """With a window of the context, so that a hybrid's full pass attends to what its rolling cache holds."""
+    """The window is the context, so that a hybrid's full pass attends to what its rolling cache holds."""
     local = {"local": {"window": 8}} if "local" in layers else {}
     model = GPT.of(**SIZES, num_layers=2, layers=layers, positions=positions, **local)
     return model, parameters(model, np.zeros((1, 1), np.int32), seed=3)
 
 
 @pytest.mark.parametrize("layers", [pytest.param("gated_delta", marks=pytest.mark.slow), "gru local"])
-def test_log_probabilities_of_recurrent_layers_are_those_of_the_full_pass(layers):
-    """Of prompts of different lengths, far beyond the context; of a prompt longer than it the end is read alone."""
+def test_log_probabilities_of_recurrent_layers_match_the_full_pass(layers):
+    """For prompts of different lengths, far beyond the context; of a longer prompt only the end is read."""
     model, params = recurrent(layers)
     steps = list(decode(model, params, PROMPTS, 20, seed=1))
     drawn, found = (np.stack([getattr(step, name) for step in steps], axis=1) for name in ("tokens", "logprobs"))
@@ -212,8 +212,8 @@ def test_log_probabilities_of_recurrent_layers_are_those_of_the_full_pass(layers
 
 
 @pytest.mark.slow
-def test_drawn_texts_of_recurrent_layers_side_by_side_equal_each_alone():
-    """Also where others have ended."""
+def test_recurrent_drawn_texts_side_by_side_equal_each_alone():
+    """Also when others have ended."""
     together = drawn_by(recurrent("gru local"), PROMPTS, 20, num_samples=2, **DRAWN)
     end = int(together[0, 3])
     ended = drawn_by(recurrent("gru local"), PROMPTS, 20, num_samples=2, end=[end], **DRAWN)
@@ -222,7 +222,7 @@ def test_drawn_texts_of_recurrent_layers_side_by_side_equal_each_alone():
     each_alone(recurrent("gru local"), together)
 
 
-def test_state_of_recurrent_layers_is_of_one_size_however_long_the_text():
+def test_recurrent_state_size_does_not_depend_on_text_length():
     model, _ = recurrent("gated_delta")
     short, long = (jax.eval_shape(lambda n=n: model.init_caches(1, n)) for n in (8, 4096))
     assert short == long

@@ -11,7 +11,7 @@ PROBABILITIES = np.array([0.1, 0.5, 0.15, 0.25])
 
 
 def frequencies(**options):
-    """Relative frequencies of the tokens in 4,000 draws, at evenly spaced numbers: right up to one draw at each end."""
+    """Relative frequencies of the tokens in 4,000 draws, at evenly spaced numbers: exact up to one draw at each end."""
     uniform = (np.arange(4000, dtype=np.float32) + 0.5) / 4000
     drawn = jax.jit(Draw(**options).__call__)(np.tile(np.log(PROBABILITIES, dtype=np.float32), (4000, 1)), uniform)
     return np.bincount(drawn, minlength=4) / 4000
@@ -29,7 +29,7 @@ def frequencies(**options):
         ({"temperature": 1e-40}, [0, 1, 0, 0]),
         ({"top_k": 3, "top_p": 0.5}, [0, 1, 0, 0]),
         ({"min_p": 0.4}, [0, 0.5, 0, 0.25]),
-        ({"min_p": 0.4, "temperature": 2.0}, np.sqrt([0.1, 0.5, 0.15, 0.25])),  # 0.447 of the largest at the least
+        ({"min_p": 0.4, "temperature": 2.0}, np.sqrt([0.1, 0.5, 0.15, 0.25])),  # the smallest is 0.447 of the largest
         ({"min_p": 0.4, "top_p": 0.4}, [0, 1, 0, 0]),
         ({"min_p": 0.25, "top_k": 2}, [0, 0.5, 0, 0.25]),
     ],

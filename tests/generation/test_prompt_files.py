@@ -1,4 +1,4 @@
-"""Prompts from files, and JSONL files of texts that appear when they are complete."""
+"""Prompts from files, and JSONL files of texts, which appear only when complete."""
 
 import io
 import json
@@ -25,14 +25,14 @@ def test_prompts_are_the_lines_or_fields_of_a_file(tmp_path, monkeypatch):
     [
         ("nowhere.txt", None, "nowhere.txt cannot be read"),
         ("a.txt", b"\xff\xfe", "a.txt cannot be read: it is not UTF-8"),
-        ("a.txt", b"\n \n", "holds no prompt"),
+        ("a.txt", b"\n \n", "has no prompts"),
         ("a.jsonl", b'{"prompt": "x"}\nplain\n', "a.jsonl, line 2: .*'plain'"),
         ("a.jsonl", b'{"text": "x"}', 'a.jsonl, line 1: .*{"text": "x"}'),
         ("a.jsonl", b'["x"]', r'a.jsonl, line 1: .*\["x"\]'),
         ("a.jsonl", b'{"prompt": 3}', 'a.jsonl, line 1: .*{"prompt": 3}'),
     ],
 )
-def test_file_of_another_form_is_one_line(tmp_path, name, content, message):
+def test_malformed_file_raises_one_line(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:
@@ -40,7 +40,7 @@ def test_file_of_another_form_is_one_line(tmp_path, name, content, message):
     assert re.search(message, str(error.value)) and "\n" not in str(error.value)
 
 
-def test_interrupted_records_go_on_after_the_last_whole_group(tmp_path):
+def test_interrupted_records_resume_after_the_last_whole_group(tmp_path):
     path = tmp_path / "out.jsonl"
     with pytest.raises(KeyboardInterrupt), Records(path, {"seed": 0}, group=2) as records:
         records.write({"n": 0}, {"n": 1})
@@ -60,7 +60,7 @@ def test_file_that_another_command_writes_is_refused(tmp_path):
     path = tmp_path / "out.jsonl"
     with Records(path, {"seed": 0}) as records:
         records.write({"n": 0})
-        with pytest.raises(UserError, match="out.jsonl: another command writes it"):
+        with pytest.raises(UserError, match="out.jsonl: another command is writing it"):
             Records(path, {"seed": 0})
         records.write({"n": 1})
     assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [0, 1]
@@ -74,7 +74,7 @@ def test_full_disk_is_an_error_that_names_the_file(tmp_path):
     assert error.value.filename.endswith(".part")
 
 
-def test_other_settings_begin_anew(tmp_path):
+def test_other_settings_start_from_the_beginning(tmp_path):
     path = tmp_path / "out.jsonl"
     with pytest.raises(KeyboardInterrupt), Records(path, {"seed": 0}) as records:
         records.write({"n": 0})
@@ -92,7 +92,7 @@ def test_existing_file_is_never_overwritten(tmp_path):
     with pytest.raises(UserError, match="no folder .*/no, "):
         Records(tmp_path / "no" / "out.jsonl", {})
     path.unlink()
-    with pytest.raises(UserError, match="out.jsonl exists by now"), Records(path, {}) as records:
+    with pytest.raises(UserError, match="out.jsonl already exists"), Records(path, {}) as records:
         records.write({"n": 0})
         path.write_text("mine")
     assert path.read_text() == "mine"

@@ -1,4 +1,4 @@
-"""Scores of given texts: by the definition, with windows beyond the context, and beside transformers' loss."""
+"""Scores of texts: by their definition, with windows beyond the context, and against transformers' loss."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ def run():
 
 
 def expected_logprobs(ids, context):
-    """By the rule of `score`: one pass for each token, over what it is predicted from."""
+    """Log-probabilities by the rule of `score`: one pass per token, over the tokens that predict it."""
     found = []
     for at in range(1, len(ids)):
         start = 0
@@ -49,11 +49,11 @@ def expected_logprobs(ids, context):
 def test_every_token_is_scored_once_by_the_rule_of_windows(length):
     ids = np.random.default_rng(length).integers(0, 256, length).astype(np.int32)
     (found,) = logprobs(*gpt(), [ids], batch_size=2)
-    # float32's last bits, of log-probabilities of about 10
+    # the last bits of float32 log-probabilities of about 10
     np.testing.assert_allclose(found, expected_logprobs(ids, 8), atol=1e-5)
 
 
-def test_texts_of_any_lengths_are_scored_as_alone():
+def test_texts_of_any_lengths_score_as_each_alone():
     texts = ["", "a", "two", "a text longer than the context of eight", "ñandú"]
     together = attnlab.score(run(), texts, batch_size=2)
     for text, one in zip(texts, together):
@@ -68,7 +68,7 @@ def test_score_adds_up():
     assert score.tokens == len(score.logprobs) == 13
     np.testing.assert_allclose(score.nats, -score.logprobs.sum(dtype=np.float64), rtol=1e-12)
     np.testing.assert_allclose(score.nats_per_token, score.nats / 13, rtol=1e-12)
-    np.testing.assert_allclose(score.bits_per_byte, score.nats / 13 / math.log(2), rtol=1e-12)  # a token a byte
+    np.testing.assert_allclose(score.bits_per_byte, score.nats / 13 / math.log(2), rtol=1e-12)  # one token per byte
     (short,) = attnlab.score(run(), ["a"], batch_size=2)
     assert short.tokens == 0 and math.isnan(short.bits_per_byte)
 
@@ -89,7 +89,7 @@ def test_scores_equal_transformers_loss():
         assert abs(score.nats_per_token - float(loss)) < 1e-5 and float(loss) > 5.6
 
 
-def test_texts_or_run_of_another_form_are_rejected(own_errors):
+def test_invalid_texts_or_run_are_rejected(own_errors):
     with pytest.raises(ValueError, match="texts is a string"):
         attnlab.score(run(), "a text")
     with pytest.raises(ValueError, match="run has no tokenizer"):

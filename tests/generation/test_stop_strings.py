@@ -23,23 +23,23 @@ def test_text_without_stop_string_goes_on():
     tokens = tokenizer.encode("low, or lower").tolist()
     assert StopStrings(["so", "\n"], tokenizer).after(tokens, known=0) is None
     assert StopStrings([], tokenizer).after(tokens, known=0) is None
-    tokens = list("aé".encode())  # whose first three bytes decode to "a", "a\ufffd" and "aé"
+    tokens = list("aé".encode())  # the first one, two and three bytes decode to "a", "a\ufffd" and "aé"
     stops = StopStrings(["\ufffd"], make("byte", TEXT))
     assert [stops.after(tokens[:last], known=0) for last in (1, 2, 3)] == [None] * 3
     assert stops.after([*tokens, *"\ufffdb".encode()], known=3) == 7
 
 
-def test_stop_string_begins_with_the_space_before_the_first_token():
+def test_stop_string_may_begin_with_the_space_of_the_first_token():
     tokenizer = sentencepiece("mistral")
     tokens = tokenizer.encode(" lower ones", continues=True).tolist()
     last = StopStrings([" lo"], tokenizer).after(tokens, known=0)
     assert last is not None and " lo" in tokenizer.decode(tokens[:last], continues=True) and last < len(tokens)
 
 
-def test_of_several_stop_strings_the_first_cuts():
+def test_first_of_several_stop_strings_cuts():
     assert cut("a b.c", [".", " b"]) == ("a", " b")
     assert cut("a b.c", ["b.", "b"]) == ("a ", "b")
-    assert cut("abc", ["b", "abc"]) == ("a", "b")  # as where the c comes later
+    assert cut("abc", ["b", "abc"]) == ("a", "b")  # "b" is complete before "abc"
     assert cut("abc", ["c", "bc"]) == ("a", "bc")
     assert cut("a", ["b"]) == ("a", None)
 
@@ -69,12 +69,12 @@ def test_streaming_ends_at_the_stop_string():
         ("word", "lo", None),
         ("word", "r l", None),  # "lower", " ", "low"
         ("word", "horse", "stop string 'horse': "),
-        ("word", "r  l", None),  # white space is drawn twice
+        ("word", "r  l", None),  # two spaces are two tokens
         ("word", "r;l", "stop string 'r;l'"),
         ("byte", "日", None),
     ],
 )
-def test_stop_string_that_no_tokens_make_is_one_line(kind, stop, message):
+def test_stop_string_that_no_tokens_form_raises_one_line(kind, stop, message):
     tokenizer = make(kind, TEXT.replace("\n\n", "\n"), vocab_size=300)
     if message is None:
         StopStrings([stop], tokenizer)

@@ -1,4 +1,4 @@
-"""The numbers that the notebook (001) prints of attention, in order, to the printed digits."""
+"""The numbers that the notebook (001) prints about attention, in order, to the printed digits."""
 
 import functools
 import math
@@ -69,7 +69,7 @@ def weigh(q, k, **options):
 
 
 def assert_prints(computed, printed):
-    """`printed` has rows in lines, or between commas."""
+    """`printed` has one row per line, or rows separated by commas."""
     # Printing 4 decimals rounds by up to 5e-5; the few float32 operations before that, on numbers up to 2, by 1e-7
     # each.
     np.testing.assert_allclose(computed, np.loadtxt(printed.replace(",", "\n").splitlines()), rtol=0, atol=5e-5 + 1e-6)

@@ -1,4 +1,4 @@
-"""Programs compiled for TPUs and GPUs that are not here, by their own compilers. Nothing runs on them."""
+"""Programs compiled for absent TPUs and GPUs, by their own compilers. No program runs."""
 
 import functools
 
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def no_cache():
-    """Programs for devices that are not here cannot be read back from JAX's persistent cache."""
+    """Disable JAX's persistent cache, because programs for absent devices cannot be read back from it."""
     enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
@@ -31,7 +31,7 @@ def no_cache():
 
 @pytest.fixture(scope="session")
 def topology():
-    """`topology(name)`: the devices to compile for; skips, with the reason, where their compiler is not installed."""
+    """`topology(name)`: the devices to compile for; skips, with the reason, if their compiler is not installed."""
 
     @functools.cache
     def find(name):

@@ -38,7 +38,7 @@ def mesh_of(topology, shape=(1, 1), names=("data", "tensor"), kind=AxisType.Auto
     return Mesh(devices, names, axis_types=(kind,) * 2)
 
 
-# Batch size and length, where memory is compared with that of twice the length; what fits a v5e's VMEM is not counted.
+# Batch size and length whose memory is compared with twice the length; arrays within a v5e's VMEM do not count.
 LINEAR = {("v5e", "auto"): (16, 8192), ("v5e", "blockwise"): (2, 4096), ("h100", "auto"): (16, 8192)}
 
 
@@ -79,7 +79,7 @@ def test_masks_score_mods_sinks_and_dropout_compile(name, terms, topology, compi
 
 
 @pytest.mark.parametrize("name, kind", [("v5e:2x2", AxisType.Explicit), ("h100:4", AxisType.Auto)])
-def test_kernels_in_a_users_jit_keep_batch_and_heads_where_they_are(name, kind, topology, compiled):
+def test_kernels_in_user_jit_keep_batch_and_heads_sharded(name, kind, topology, compiled):
     mesh = mesh_of(topology(name), (2, 2), kind=kind)
     _, program = compiled(gradients(mask=Causal()), *inputs(mesh, 256, P("data", None, "tensor")))
     assert program.kernels and not set(program.collectives) & set(MOVES)
@@ -88,7 +88,7 @@ def test_kernels_in_a_users_jit_keep_batch_and_heads_where_they_are(name, kind, 
 @pytest.mark.parametrize(
     "name, manual", [("v5e:2x2", {"data"}), ("h100:4", {"data", "tensor"})], ids=["one axis", "all axes"]
 )
-def test_kernels_within_shard_map_run_on_what_they_are_given(name, manual, topology, compiled):
+def test_kernels_in_shard_map_run_on_their_shards(name, manual, topology, compiled):
     mesh, spec = mesh_of(topology(name), (2, 2)), P("data", None, "tensor" if "tensor" in manual else None)
     inner = functools.partial(attnlab.attention, mask=Causal())
     call = jax.shard_map(inner, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, axis_names=manual, check_vma=False)
@@ -100,7 +100,7 @@ def test_kernels_within_shard_map_run_on_what_they_are_given(name, manual, topol
     assert program.kernels and not set(program.collectives) & set(MOVES)
 
 
-def test_checked_shard_map_on_tpus_leaves_the_call_to_blockwise(topology, compiled):
+def test_checked_shard_map_on_tpus_uses_blockwise(topology, compiled):
     mesh = mesh_of(topology("v5e:2x2"), (2, 2))
     attend = functools.partial(attnlab.attention, mask=Causal())
     call = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
@@ -108,7 +108,7 @@ def test_checked_shard_map_on_tpus_leaves_the_call_to_blockwise(topology, compil
     assert not program.kernels
 
 
-def test_segments_and_sinks_of_sharded_calls_are_split_with_them(topology, compiled):
+def test_segments_and_sinks_are_sharded_with_their_call(topology, compiled):
     mesh = mesh_of(topology("v5e:2x2"), (2, 2))
 
     def total(q, k, v, ids, sinks):
@@ -131,7 +131,7 @@ def cudnn_calls(text):
 
 
 @pytest.mark.parametrize("name, batch", [("h100", 2), ("h100:4", 1)])
-def test_padding_reaches_a_cudnn_that_is_named_from_a_cpu(name, batch, topology, compiled):
+def test_padding_reaches_cudnn_named_on_a_cpu(name, batch, topology, compiled):
     mask = Causal() & Padding(np.array([100, 0]))
     arrays = inputs(mesh_of(topology(name), (2 // batch,) * 2), 256, P("data", None, "tensor"))
     text, program = compiled(gradients(mask=mask, impl="cudnn"), *arrays)
@@ -147,11 +147,11 @@ def test_gathered_keys_are_gathered_again_for_the_gradient(topology, compiled):
     with attnlab.context_parallel("context"):
         text, _ = compiled(gradients(mask=Causal()), *arrays)
     found = collections.Counter(re.findall(r"= .*? (all-gather|all-reduce|reduce-scatter)(?:-start)?\(", text))
-    # XLA may compile a reduce-scatter as an all-reduce of which each device takes its part.
+    # XLA may compile a reduce-scatter as an all-reduce from which each device takes its part.
     assert found["all-gather"] == 4 and found["reduce-scatter"] + found["all-reduce"] == 2, found
 
 
-# Masks and score mods as Mosaic's kernels take them: functions of arrays, and the shapes of these.
+# Masks and score mods for Mosaic's kernels: functions of arrays, and the shapes of these arrays.
 LENGTH, HEADS = 1024, 4
 MOSAIC_MASKS = {
     "none": (lambda: None, {}),
@@ -181,7 +181,7 @@ MOSAIC_MODS = {
 
 
 def through_mosaic(mask, mod, has_sinks=False):
-    """The gradients by q, k, v and the arrays of the mod, with the shapes of these and of the mask's arrays."""
+    """The gradients by q, k, v and the mod's arrays, and the shapes of the mod's and of the mask's arrays."""
     (make_mask, of_mask), (make_mod, of_mod) = MOSAIC_MASKS[mask], MOSAIC_MODS[mod]
 
     def total(q, k, v, learned, fixed):
@@ -194,7 +194,7 @@ def through_mosaic(mask, mod, has_sinks=False):
 
 
 def placed(mesh, shapes):
-    """Arrays of examples and heads, split as q is."""
+    """Shapes with their axes of examples and heads sharded like q's."""
     found = {}
     for name, (shape, dtype) in shapes.items():
         spec = [{2: "data", HEADS: "tensor"}.get(n) for n in shape]
@@ -216,7 +216,7 @@ def placed(mesh, shapes):
     ],
 )
 def test_mosaic_compiles_masks_and_score_mods_forward_and_backward(mask, mod, size, topology, compiled):
-    """It is refused where a kernel takes more than the 232,448 bytes of shared memory of a block."""
+    """Compilation fails if a kernel needs more than the 232,448 bytes of shared memory of a block."""
     function, *shapes = through_mosaic(mask, mod, has_sinks=size == 64)
     mesh = mesh_of(topology("h100"))
     arrays = inputs(mesh, LENGTH, heads=(HEADS, 2, 2), head_dim=size)
@@ -230,7 +230,7 @@ def assert_mosaic(text, program):
 
 @pytest.mark.parametrize("mask, mod", [("documents", "forget"), ("blocks", "alibi, soft cap")])
 @pytest.mark.parametrize("is_manual", [False, True], ids=["in a user's jit", "within shard_map"])
-def test_mosaic_on_a_mesh_keeps_batch_and_heads_where_they_are(mask, mod, is_manual, topology, compiled):
+def test_mosaic_on_a_mesh_keeps_batch_and_heads_sharded(mask, mod, is_manual, topology, compiled):
     mesh = mesh_of(topology("h100:4"), (2, 2))
     function, *shapes = through_mosaic(mask, mod, has_sinks=True)
     arrays = (

@@ -35,7 +35,7 @@ def config_of(name, **fields):
     config = module["get_config"]()
     config.model.update(num_layers=LAYERS, width=WIDTH, num_heads=4, scan=True, **fields)
     config.batch_size, config.optimizer.accumulation = 64, 1
-    config.precision = "float32" if config.precision == "auto" else config.precision  # so that both are compiled
+    config.precision = "float32" if config.precision == "auto" else config.precision  # to compile both
     return config
 
 
@@ -81,7 +81,7 @@ def step_on_h100s(training_step, devices=8, **mesh):
 
 
 def test_fsdp_gathers_and_scatters_each_layer_as_published(training_step):
-    """Weights are gathered for the forward and again for the backward pass, gradients are summed into shares."""
+    """Weights are gathered for the forward and again for the backward pass; gradients are reduced and scattered."""
     _, program = step_on_h100s(training_step, fsdp=8)
     block, table = 12 * 512**2, (12288 + 512) * 512  # parameters of a block's matrices, and of the embeddings
     gathered, scattered = program.collectives["all-gather"], program.collectives["reduce-scatter"]
@@ -89,13 +89,13 @@ def test_fsdp_gathers_and_scatters_each_layer_as_published(training_step):
     # In bfloat16; the tables are gathered once or twice, in bfloat16 or float32.
     assert 2 * 2 * layers * block <= gathered[1] <= 2 * 2 * layers * block + 2 * 4 * table
     assert 2 * layers * block <= scattered[1] <= 2 * layers * block + 2 * 4 * table
-    assert 2 * layers <= gathered[0] <= 2 * layers + 4  # one for a layer's matrices together, in each pass
+    assert 2 * layers <= gathered[0] <= 2 * layers + 4  # one for all matrices of a layer, in each pass
     assert layers <= scattered[0] <= layers + 2
-    small = program.collectives["all-reduce"][1]  # norms, scalars, learned positions at most
+    small = program.collectives["all-reduce"][1]  # at most norms, scalars and learned positions
     assert small <= 4 * (12288 // 8 + 512) * 512
 
 
-def test_tensor_splits_heads_and_hidden_features_and_sums_twice_a_layer(training_step):
+def test_tensor_axis_splits_features_and_sums_twice_per_layer(training_step):
     text, program = step_on_h100s(training_step, devices=4, tensor=4)
     activations = 2 * 64 * 512 * 512  # bfloat16
     # After attention and after the feed-forward layer, in the forward and in the backward pass (Shoeybi et al. 2019).
@@ -103,7 +103,7 @@ def test_tensor_splits_heads_and_hidden_features_and_sums_twice_a_layer(training
     assert "bf16[64,512,2048]" not in text and "bf16[64,512,512]" in text  # hidden features in quarters
 
 
-def test_a_loop_over_layers_compiles_one_layer_whatever_their_number(training_step):
+def test_loop_over_layers_compiles_one_layer_for_any_depth(training_step):
     texts = []
     for layers in (12, 48):
         config = CONFIGS["gpt2"]()
@@ -112,7 +112,7 @@ def test_a_loop_over_layers_compiles_one_layer_whatever_their_number(training_st
     assert len(texts[1]) < 1.2 * len(texts[0])
 
 
-def test_products_of_a_step_are_in_tf32_where_the_run_is(training_step):
+def test_step_products_are_in_tf32_if_the_run_is(training_step):
     config = CONFIGS["quickstart"]()
     config.precision = "tf32"
     with precision.products("tf32"):
@@ -127,7 +127,7 @@ def test_logits_are_held_once_in_bfloat16_or_in_chunks(batch, training_step):
     config.batch_size = batch
     text, program = training_step(config, "h100", vocab_size=50257)
     assert bool(re.search(rf"\[{batch},10\d\d,503\d\d\]", text)) == (batch == 16) and "50304" in text
-    # Gradients of logits take their place. The rest is the table's gradient, and less than a chunk of activations.
+    # Gradients of logits reuse their memory. The rest is the table's gradient and less than a chunk of activations.
     assert program.temporaries < 1.5 * 2 * MAX_NARROW_LOGITS
 
 
@@ -145,7 +145,7 @@ def test_decode_step_compiles_with_a_cache_for_the_context(name, topology, compi
 
 
 @pytest.mark.parametrize("platform, name, tokens", [("tpu", "v5e", 128), ("cuda", "h100", 1)])
-def test_exported_step_compiles_where_it_is_to_run(platform, name, tokens, topology, compiled):
+def test_exported_step_compiles_for_its_platform(platform, name, tokens, topology, compiled):
     exported = export.deserialize(export_step(MODEL, PARAMS, tokens=tokens, platforms=platform).serialize())
     arguments, _ = jax.tree.unflatten(exported.in_tree, on_one_chip(topology(name), list(exported.in_avals)))
     _, program = compiled(exported.call, *arguments)

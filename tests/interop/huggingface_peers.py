@@ -1,7 +1,7 @@
-"""Random models of `transformers` of every family, some in two shapes, and what they answer.
+"""Random `transformers` models of every family, some in two shapes, and their answers.
 
-Their answers are also kept in `huggingface_goldens.npz`, for Pythons without torch; after a change of the models, of
-all or of some by name:
+The answers are also stored in `huggingface_goldens.npz`, for environments without torch. After a change of the models,
+record all of them again, or some by name:
 
     python -m tests.interop.huggingface_peers [mamba2 mamba2-2 …]
 """
@@ -21,7 +21,7 @@ from attnlab.nn import GPT
 SIZES = {"vocab_size": 67, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256}
 SIZES |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-# Odd sizes; three layers, so that a pattern of two is not a whole number of times in them.
+# Odd sizes; three layers, so that they are no whole number of patterns of two.
 OTHER = {"vocab_size": 131, "hidden_size": 30, "intermediate_size": 77, "num_hidden_layers": 3}
 OTHER |= {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 14}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -34,7 +34,7 @@ RECURRENT = "linear_attention"
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_num_value_heads": 4, "linear_value_head_dim": 5}
 BAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 10}
 MAMBA2 = {"num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 10}
-# Layers of latent attention without experts; keys and values of each head have other sizes.
+# Latent attention layers without experts; keys and values of a head have different sizes.
 LATENT = {"num_key_value_heads": 6, "first_k_dense_replace": 9, "kv_lora_rank": 12, "q_lora_rank": 10}
 LATENT |= {"qk_rope_head_dim": 6, "qk_nope_head_dim": 8, "v_head_dim": 5}
 LATENT_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
@@ -103,7 +103,7 @@ PEERS = {
         | {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-4},
     ),
 }
-# Options of attention and feed-forward layers, which the models of a family do not have.
+# Options of attention and feed-forward layers that a family lacks.
 WITHOUT = {"Mamba2": {"intermediate_size", "num_attention_heads", "num_key_value_heads"}}
 WITHOUT |= {"GPT2": {"intermediate_size", "num_key_value_heads", "head_dim"}}
 
@@ -117,10 +117,10 @@ GOLDENS = Path(__file__).with_name("huggingface_goldens.npz")
 
 
 def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Tensors of given names and shapes, for a model whose greedy text is varied.
+    """Tensors with these names and shapes, for a model whose greedy text varies.
 
-    Its layers count for more than the embedding of the last token. Norms are far from 1 or 0, and logits are of size 1,
-    so that a tolerance of 1e-4 is one. States decay by a tenth a token.
+    Layers matter more than the embedding of the last token. Norms are far from 1 or 0, and logits have size 1, so that
+    a tolerance of 1e-4 is meaningful. States decay by a tenth per token.
     """
     draw, state = np.random.default_rng(0), {}
     for name, shape in sorted(shapes.items()):
@@ -128,7 +128,7 @@ def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
         if len(shape) == 1:
             base = next((base for end, base in BASES.items() if name.endswith(end)), 1.0)
             state[name] = np.float32(base) + np.float32(0.2) * noise
-        elif len(shape) == 3:  # of convolutions; queries and keys far from 0 are normalized without loss
+        elif len(shape) == 3:  # convolutions; queries and keys far from 0 are normalized without loss
             state[name] = np.float32(0.8) * noise
         else:
             state[name] = np.float32(0.24 if "layers" in name or ".h." in name else 0.02) * noise
@@ -137,7 +137,7 @@ def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
 
 @functools.cache
 def peer(name: str):
-    """torch, and a model with such weights."""
+    """torch, and the transformers model of this name with `weights`."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     kind, options = PEERS[name]
@@ -173,7 +173,7 @@ def greedy(torch, model, prompt: np.ndarray, length: int) -> np.ndarray:
 
 
 def answers(name: str) -> dict[str, np.ndarray]:
-    """What a model of transformers is, and what it answers: `config`, `shapes`, `logits`; `greedy` of first shapes."""
+    """A transformers model's `config`, `shapes` and `logits`; also `greedy` text for the first model of a family."""
     torch, model = peer(name)
     shapes = {path: list(tensor.shape) for path, tensor in model.named_parameters()}
     found = {
@@ -187,31 +187,31 @@ def answers(name: str) -> dict[str, np.ndarray]:
 
 
 def goldens(name: str) -> dict[str, np.ndarray]:
-    """The answers that are kept."""
+    """The stored answers of a model."""
     with np.load(GOLDENS) as kept:
         return {path.split("/")[1]: kept[path] for path in kept.files if path.split("/")[0] == name}
 
 
 @functools.cache
 def kept(name: str) -> tuple[dict, dict]:
-    """The state dict and the config of a kept model."""
+    """The state dict and config of a model with stored answers."""
     answers = goldens(name)
     return weights(json.loads(str(answers["shapes"]))), json.loads(str(answers["config"]))
 
 
 @functools.cache
 def ours(name: str):
-    """The same as our model and its parameters."""
+    """Our model and its parameters, imported from these."""
     return from_hf(*kept(name))
 
 
 def gpt2(**values) -> GPT:
-    """A GPT-2 of these sizes, with biases unless they say otherwise."""
+    """A GPT-2 with these options; it has biases by default."""
     return GPT.of(**{"positions": "learned", "use_bias": True, "attention": {"qk_norm": False}} | values)
 
 
 def assert_same(one, other):
-    """Two models with their parameters, bit for bit."""
+    """Assert that two models and their parameters are equal, bit for bit."""
     assert one[0] == other[0]
     jax.tree.map(np.testing.assert_array_equal, one[1], other[1])
 

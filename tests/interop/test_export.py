@@ -1,4 +1,4 @@
-"""Exported steps equal the model's, also after serialization and for absent platforms."""
+"""Exported steps equal the model's, even after serialization and for absent platforms."""
 
 import jax
 import jax.numpy as jnp
@@ -46,13 +46,13 @@ def test_exported_prefill_and_steps_equal_model(options):
         logits, caches = step.call(params, TOKENS[:, at : at + 1], caches)
         parts.append(logits)
     expected = jax.jit(model.apply)(params, TOKENS)
-    # Logits below 1: of float32, or of some ten layers' results of bfloat16, which has 8 bits.
+    # Logits are below 1: float32, or about ten results in a row rounded to the 8 bits of bfloat16.
     atol = 10 * 2**-8 if model.dtype == jnp.bfloat16 else 1e-5
     np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, atol=atol)
     assert caches[0][2].tolist() == [22, 22]
 
 
-@pytest.mark.parametrize("dtype, tokens", [(jnp.float32, 1), (jnp.bfloat16, 300)])  # 300 of them by tiles
+@pytest.mark.parametrize("dtype, tokens", [(jnp.float32, 1), (jnp.bfloat16, 300)])  # 300 tokens run by tiles
 def test_export_targets_every_platform_from_any(dtype, tokens):
     model = MODEL.replace(dtype=dtype)
     exported = export_step(model, jax.eval_shape(lambda: PARAMS), tokens=tokens, capacity=300)
@@ -86,14 +86,14 @@ def test_export_keeps_named_backend():
         ({"tokens": 0}, "tokens = 0"),
     ],
 )
-def test_impossible_size_of_an_export_is_named(sizes, message):
+def test_impossible_export_size_raises_by_name(sizes, message):
     with pytest.raises(ValueError, match=message):
         export_step(MODEL, PARAMS, **sizes)
 
 
 @pytest.mark.slow
 def test_exported_training_step_equals_local_step():
-    """The state is passed as a list of arrays, as JAX cannot serialize other libraries' types, such as optax's."""
+    """The state is passed as a list of arrays, because JAX cannot serialize other libraries' types."""
     model = GPT.of(**SIZES, dtype=jnp.bfloat16, dropout=0.1, attention={"impl": "blockwise"})
     optimizer = optimizers.make(configs.Optimizer(), steps=10)
     before = state.create(model, optimizer, seed=0)

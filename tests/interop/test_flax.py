@@ -1,4 +1,4 @@
-"""Flax's layers with attnlab's attention equal those with their own; attnlab's in NNX; unsupported arguments."""
+"""Flax layers with attnlab's attention equal plain Flax; attnlab's modules in NNX; unsupported arguments."""
 
 import functools
 import inspect
@@ -42,7 +42,7 @@ MASKS = {
 
 
 def wide(tree):
-    """Floating arrays in float64, where the implementations differ by 1e-15 and mistakes by far more."""
+    """Convert floating arrays to float64, where the implementations differ by 1e-15 and mistakes by far more."""
     return jax.tree.map(lambda x: np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
@@ -53,7 +53,7 @@ def pair(layer, *inputs, ours=None, **options):
 
 
 def results(modules, *args, **options):
-    """What the modules return, computed by one program."""
+    """Outputs of the modules, computed by one program."""
     return jax.jit(lambda *args: [module.apply(*args, **options) for module in modules])(*args)
 
 
@@ -170,7 +170,7 @@ def test_attention_fn_arguments_reach_operator(options):
     assert not np.allclose(plain, expected)
 
 
-def test_attention_fn_ands_its_mask_with_layers():
+def test_attention_fn_combines_its_mask_with_the_layer_mask():
     _, ours, params = pair(nn.MultiHeadAttention, X, ours=attention_fn(Causal()))
     calls = (nn.MultiHeadAttention(num_heads=4), MASKS["both"]), (ours, MASKS["padding"])
     np.testing.assert_allclose(
@@ -228,7 +228,7 @@ def test_layer_dropout_uses_its_rng_stream():
     [
         ({"precision": "highest"}, "precision = 'highest': .*jax.default_matmul_precision"),
         ({"einsum_dot_general": jax.lax.dot_general}, "einsum_dot_general ="),
-        ({"dropout_rate": 0.1, "dropout_rng": KEY}, "give the layer broadcast_dropout=False"),
+        ({"dropout_rate": 0.1, "dropout_rng": KEY}, "set broadcast_dropout=False in the layer"),
         ({"dropout_rate": 0.1, "broadcast_dropout": False}, "dropout_rng = None.*deterministic=True"),
         ({"mask": np.ones((5, 6))}, r"mask has shape \(5, 6\).* \(2, 3, 4, 6, 6\)"),
         ({"bias": np.ones((6, 6), bool)}, "bias has type bool.*use mask="),
@@ -250,13 +250,13 @@ def test_neutral_arguments_are_accepted():
 
 @functools.cache
 def nnx_pair(**options):
-    """NNX's layer with its attention and with ours, and the same parameters."""
+    """NNX's layer with its own attention and with ours, with the same parameters."""
     options = {"num_heads": 4, "in_features": 8, "decode": False} | options
     create = nnx.jit(lambda fn: nnx.MultiHeadAttention(**options, attention_fn=fn, rngs=nnx.Rngs(0)), static_argnums=0)
     return create(nnx.dot_product_attention), create(attention_fn())
 
 
-def test_operator_as_an_attention_fn_of_nnx_names_the_right_one():
+def test_nnx_error_for_operator_as_attention_fn_names_the_right_one():
     layer = nnx.MultiHeadAttention(4, 8, decode=False, attention_fn=attnlab.attention, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="no argument 'dropout_rng': .*attention_fn=attnlab.interop.flax.attention_fn"):
         layer(X)

@@ -1,4 +1,4 @@
-"""Files of transformers' GPT-2, what is not written, tokenizers; invalid files raise one line."""
+"""GPT-2 files of transformers, failed exports, tokenizers; invalid files raise one line."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ def small():
     return model, parameters(model, np.zeros((1, 1), np.int32))
 
 
-def test_folder_that_exists_is_refused(small, tmp_path):
+def test_export_to_existing_folder_is_rejected(small, tmp_path):
     ours = save_hf(tmp_path / "ours", *small)
     assert_same(from_hf(ours / "model.safetensors"), from_hf(ours))
     with pytest.raises(UserError, match="ours already exists"):
@@ -86,7 +86,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
-def test_file_that_does_not_fit_names_what_does_not(change, message, small, tmp_path):
+def test_mismatched_file_raises_by_name(change, message, small, tmp_path):
     folder = save_hf(tmp_path / "gpt2", *small)
     if callable(change):
         state = safetensors_numpy.load_file(folder / "model.safetensors")
@@ -99,7 +99,7 @@ def test_file_that_does_not_fit_names_what_does_not(change, message, small, tmp_
     assert "\n" not in str(error.value) and str(folder) in str(error.value)
 
 
-def test_damaged_file_is_one_line_with_what_the_library_says(small, tmp_path):
+def test_damaged_file_raises_one_line_with_the_library_message(small, tmp_path):
     file = save_hf(tmp_path / "gpt2", *small) / "model.safetensors"
     whole = file.read_bytes()
     deep = (5000).to_bytes(8, "little") + b"[" * 5000
@@ -110,7 +110,7 @@ def test_damaged_file_is_one_line_with_what_the_library_says(small, tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_source_that_is_no_model_raises_one_line(small, tmp_path, own_errors):
+def test_invalid_source_raises_one_line(small, tmp_path, own_errors):
     folder = save_hf(tmp_path / "gpt2", *small)
     for source, message in (
         (tmp_path / "nowhere", f"^{tmp_path}/nowhere: no such file"),
@@ -177,7 +177,7 @@ def test_exported_tokenizer_has_the_same_tokens_in_transformers(kind, small, tmp
         assert tokenizer.decode(ids) == again.decode(ids) == theirs.decode(ids)
 
 
-def test_exported_folder_names_the_end_of_text_to_transformers(small, tmp_path):
+def test_exported_folder_gives_transformers_the_end_of_text(small, tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     saved = tokenizers.make("bpe", TEXT, 300).to_dict()
     folder = save_hf(tmp_path / "gpt2", *small, tokenizers.from_dict(saved | {"end_of_text": [7, 11]}))
@@ -187,7 +187,7 @@ def test_exported_folder_names_the_end_of_text_to_transformers(small, tmp_path):
     assert model.generation_config.eos_token_id == [7, 11]
 
 
-def test_end_of_text_is_the_folders_or_has_a_usual_name(gpt2, tmp_path):
+def test_end_of_text_comes_from_the_folder_or_a_usual_name(gpt2, tmp_path):
     shutil.copytree(gpt2, tmp_path, dirs_exist_ok=True)
     assert published.pretrained(tmp_path).end_of_text == ()
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))

@@ -1,4 +1,4 @@
-"""Options of config.json as the fields of a GPT: of older and newer files, and those that are refused."""
+"""Options of older and newer config.json files as fields of a GPT, and options that are rejected."""
 
 import math
 
@@ -23,7 +23,7 @@ def model_of(model_type, **options):
 
 
 def layer(kind="attention", **options):
-    """A layer as Llama's with these options."""
+    """A layer like Llama's, with these options."""
     return KINDS[kind](**({"qk_norm": False} if issubclass(KINDS[kind], AttentionConfig) else {}) | options)
 
 
@@ -40,7 +40,7 @@ def kinds(model):
     return " ".join(layer.kind for layer in model.config.layers)
 
 
-def test_defaults_are_those_of_each_family():
+def test_defaults_match_each_family():
     llama, of_llama = model_of("llama").config, layer_of("llama")
     assert (llama.tie_embeddings, llama.norm_epsilon, llama.activation, llama.use_bias) == (False, 1e-6, "silu", False)
     assert (llama.mlp_ratio, of_llama.kv_heads, of_llama.head_dim, of_llama.rotary) == (100 / 48, 6, 8, Rotary())
@@ -67,7 +67,7 @@ ROTARY = {
         Rotary(5e5, scaling="llama3", factor=8.0, original_context=64, slow_turns=2.0),
     ),
     "yarn of the whole context": ({"rope_scaling": YARN}, Rotary(scaling="yarn", factor=4.0, original_context=256)),
-    "yarn of a context that is given outside": (
+    "yarn with its context outside": (
         {"rope_scaling": YARN, "original_max_position_embeddings": 32},
         Rotary(scaling="yarn", factor=4.0, original_context=32),
     ),
@@ -111,7 +111,7 @@ def test_gemma3_has_two_rotary_bases_in_older_and_newer_files():
 PATTERNS = {
     "all": ({"layer_types": [LOCAL] * 6}, "attention", 5),
     "off": ({"use_sliding_window": False}, "attention", None),
-    "last ones": ({"max_window_layers": 4}, "attention attention attention attention local local", 5),
+    "last layers": ({"max_window_layers": 4}, "attention attention attention attention local local", 5),
     "period of three": ({"layer_types": [LOCAL, LOCAL, GLOBAL] * 2}, "local local attention", 5),
     "cut period": ({"layer_types": [LOCAL, LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL]}, "local local local attention", 5),
 }
@@ -133,7 +133,7 @@ REFUSED = {
     "experts of a Llama": ("llama", {"num_local_experts": 8}, "num_local_experts = 8 .*mixture of experts"),
     "experts of DeepSeek": ("deepseek_v3", {}, "first_k_dense_replace = 3 .*6 or more: a mixture of experts"),
     "heads of latent keys": ("deepseek_v3", DENSE | {"num_key_value_heads": 2}, "num_key_value_heads = 2 .*= 6"),
-    "other rotary part": ("deepseek_v3", DENSE | {"head_dim": 8}, "head_dim = 8 .*qk_rope_head_dim = 64"),
+    "other rotary part": ("deepseek_v3", DENSE | {"head_dim": 8}, "head_dim = 8 .*64, the value of qk_rope_head_dim"),
     "dropout of differences": ("diffllama", {"attention_dropout": 0.1}, "attention_dropout = 0.1 .*expected 0"),
     "odd heads": ("diffllama", {"num_key_value_heads": 3}, "not fit together: differential.kv_heads = 3: .* even"),
     "time steps": ("mamba2", {"time_step_limit": [0.0, 0.1]}, r"time_step_limit = \[0.0, 0.1\] .*does not limit"),
@@ -148,7 +148,7 @@ REFUSED = {
     "Phi-3's yarn": ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling = .*yarn.*no scaling"),
     "fraction": ("llama", {"rope_scaling": LINEAR, "partial_rotary_factor": 0.5}, "rotary_factor = 0.5 .*'linear'"),
     "no name": ([], {}, r"model_type = \[\]"),
-    "positions of kinds": ("llama", {"rope_scaling": {GLOBAL: {"type": "default"}}}, "expected one for all layers"),
+    "positions per kind": ("llama", {"rope_scaling": {GLOBAL: {"type": "default"}}}, "expected one for all layers"),
     "window off": ("qwen3", {"layer_types": [LOCAL] * 6}, "use_sliding_window = False"),
     "no object": ("llama", {"rope_scaling": "linear"}, "rope_scaling = 'linear'"),
     "too few kinds": ("gemma2", {"layer_types": [LOCAL]}, "one for each of the 6 layers"),
@@ -170,7 +170,7 @@ def test_unsupported_option_is_refused_by_name(model_type, options, message):
     assert str(error.value).startswith("config.json: ") and "\n" not in str(error.value)
 
 
-# What transformers does not read either: the model stays as it is without it.
+# Options that transformers does not read either: they leave the model unchanged.
 IGNORED = {
     "windows": ("olmo2", {"sliding_window": 7, "layer_types": [LOCAL] * 6}, "sliding_window, layer_types in its"),
     "newer fraction": (
@@ -183,7 +183,7 @@ IGNORED = {
 
 
 @pytest.mark.parametrize("model_type, options, message", IGNORED.values(), ids=IGNORED)
-def test_option_that_transformers_does_not_read_is_ignored_in_one_line(model_type, options, message):
+def test_option_unread_by_transformers_is_ignored_with_one_warning(model_type, options, message):
     with pytest.warns(UserWarning, match=message) as told:
         model = model_of(model_type, **options)
     assert model == model_of(model_type)
@@ -199,7 +199,7 @@ EXPERTS |= {"moe_intermediate_size": 2048, "norm_topk_prob": True, "routed_scali
 EXPERTS |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "aux_loss_alpha": 0.001}
 PREDICTED = {"num_nextn_predict_layers": 1, "num_mtp_layers": 2, "seq_aux": True, "pretraining_tp": 1}
 LATENT = {"head_dim": 64, "qk_head_dim": 192, "rope_interleave": True}
-# Options without effect, beside those of a model.
+# Options without effect, added to those of a model.
 SILENT = [
     ("llama", {}, META | DEFAULTS),
     ("qwen3_next", {"num_experts": 0}, {"num_experts_per_tok": 8, "moe_intermediate_size": 5}),
@@ -212,15 +212,15 @@ SILENT = [
 
 
 @pytest.mark.parametrize("family, options, more", SILENT)
-def test_option_without_effect_is_ignored_in_silence(family, options, more):
+def test_option_without_effect_is_ignored_silently(family, options, more):
     assert model_of(family, **options | more) == model_of(family, **options)
 
 
-def test_partial_rotary_factor_is_read_where_the_family_does():
+def test_partial_rotary_factor_is_read_where_the_family_reads_it():
     half = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     for options in ({"rope_parameters": half}, {"partial_rotary_factor": 0.5}):
         assert layer_of("phi3", **options).rotary == Rotary(fraction=0.5)
-    bamba = {"mamba_n_heads": 6, "attn_layer_indices": [0]}  # within rope_parameters alone
+    bamba = {"mamba_n_heads": 6, "attn_layer_indices": [0]}  # only within rope_parameters
     assert layer_of("bamba", **bamba).rotary == Rotary(fraction=0.5)
     assert layer_of("bamba", **bamba, rope_parameters=half | {"partial_rotary_factor": 1.0}).rotary == Rotary()
     with pytest.warns(UserWarning, match="partial_rotary_factor in its config is ignored"):
@@ -235,7 +235,7 @@ def test_olmo_hybrid_has_rotary_positions_unless_their_base_is_null():
         assert make_model(make_config(model, "olmo_hybrid")) == model
 
 
-def test_sizes_of_recurrent_layers_default_to_what_their_family_derives():
+def test_recurrent_layer_sizes_default_as_their_family_derives():
     for family, options, sizes in (
         ("olmo_hybrid", {"linear_num_value_heads": 12}, (6, 6, 12, 12, 4, 1e-5)),
         ("bamba", {"mamba_n_heads": 6, "attn_layer_indices": [1]}, (1, 256, 6, 16, 4, 1e-5)),
@@ -245,7 +245,7 @@ def test_sizes_of_recurrent_layers_default_to_what_their_family_derives():
         assert tuple(getattr(layer_of(family, **options), name) for name in names) == sizes
 
 
-def test_sizes_of_latent_attention_are_those_of_the_config_or_its_defaults():
+def test_latent_attention_sizes_come_from_config_or_defaults():
     sizes = {"kv_rank": 512, "q_rank": 1536, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
     assert layer_of("deepseek_v3", **DENSE) == layer("latent", **sizes, use_bias=False)
     options = {"kv_lora_rank": 9, "q_lora_rank": None, "qk_nope_head_dim": 7, "qk_rope_head_dim": 4, "v_head_dim": 5}
@@ -253,7 +253,7 @@ def test_sizes_of_latent_attention_are_those_of_the_config_or_its_defaults():
     assert layer_of("deepseek_v3", **DENSE, **options) == layer("latent", **sizes, use_bias=False)
 
 
-def test_mscale_of_all_dimensions_scales_the_scores_of_latent_attention():
+def test_mscale_all_dim_scales_scores_of_latent_attention():
     yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "original_max_position_embeddings": 64}
     factor = 0.1 * math.log(40) + 1
     published = layer_of("deepseek_v3", **DENSE, rope_scaling=yarn | {"mscale_all_dim": 1.0})
@@ -276,29 +276,29 @@ EXPORTS = {
     "no convolution": (
         layers("mamba2", conv=0) | {"positions": "none"},
         "mamba2",
-        "mamba2 does not have .*models .*conv_kernel = 0",
+        "mamba2 does not support .*models .*conv_kernel = 0",
     ),
     "mask": (layers("attention", mask=Causal()), "llama", r"model.attention.mask = Causal\(\): llama .*None"),
-    "kind": (layers("forget") | {"positions": "auto"}, None, "model.layers = 'forget': .*no layers of forget"),
-    "attention alone": (ALONE, "llama", "llama does not have such models .*intermediate_size = 0"),
+    "kind": (layers("forget") | {"positions": "auto"}, None, "= 'forget': layers of forget cannot be exported"),
+    "attention alone": (ALONE, "llama", "llama does not support such models .*intermediate_size = 0"),
     "windows": ({"layers": (layer("attention"), layer("local", window=5))}, "llama", "model.local.window = 5: llama"),
     "kind of another family": (layers("differential"), "mistral", "model.layers = 'differential': mistral .*'attenti"),
     "hybrid": (HYBRID, "olmo_hybrid", "model.norm_at = 'before'"),
     "gate": (HYBRID | {"norm_at": "hybrid"}, "olmo_hybrid", "model.gated_delta.gate = False: olmo_hybrid .*True"),
     "positions": ({}, "gpt2", "model.positions = 'rotary': gpt2 .*'learned'"),
     "family": ({}, "bert", "model_type = 'bert': .*gpt2, llama"),
-    "family that is read": ({}, "deepseek_v3", "model_type = 'deepseek_v3': .*gpt2, llama"),
+    "family without export": ({}, "deepseek_v3", "model_type = 'deepseek_v3': .*gpt2, llama"),
 }
 
 
 @pytest.mark.parametrize("changes, family, message", EXPORTS.values(), ids=EXPORTS)
-def test_model_of_no_family_is_refused_by_its_field(changes, family, message):
+def test_export_rejects_model_of_no_family_by_field(changes, family, message):
     with pytest.raises(UserError, match=message) as error:
         make_config(MODEL.replace(**changes), family)
     assert "\n" not in str(error.value)
 
 
-def test_fields_that_say_the_same_are_one_config():
+def test_equivalent_fields_export_the_same_config():
     same = [layers("attention", kv_heads=6, head_dim=8, use_bias=False, qkv_bias=False, scale=8**-0.5, heads=6)]
     same += [layers("attention"), {"dropout": 0.5, "remat": "block"}, {"positions": "auto"}]
     for changes in same:
@@ -307,7 +307,7 @@ def test_fields_that_say_the_same_are_one_config():
     assert make_config(MAMBA.replace(num_heads=2, **said)) == make_config(MAMBA)
 
 
-def test_family_is_the_first_that_has_the_model():
+def test_export_picks_the_first_family_that_fits_the_model():
     for changes, family in (
         (layers("attention", window=5), "mistral"),
         (layers("attention", qkv_bias=True), "qwen2"),

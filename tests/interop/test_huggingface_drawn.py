@@ -1,4 +1,4 @@
-"""Configs drawn over all options of every family: the logits of transformers, or an error that names the option."""
+"""Random configs over all options of every family: the logits of transformers, or an error that names the option."""
 
 import copy
 import functools
@@ -18,7 +18,7 @@ TEXT = np.random.default_rng(0).integers(0, 32, (2, 14))
 ALWAYS = {"vocab_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "hidden_size": 16}
 ALWAYS |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": None}
 ALWAYS_GPT2 = {"vocab_size": 32, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 4, "pad_token_id": None}
-# Of some size: normalizing a few numbers near 0 would multiply rounding errors, on both sides.
+# Not too small: normalizing a few numbers near 0 would multiply rounding errors, on both sides.
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 12, "linear_num_value_heads": 4, "linear_value_head_dim": 10}
 SMALL = {
     "gpt2": ALWAYS_GPT2,
@@ -57,14 +57,14 @@ SCALES = [
     {GLOBAL: PART, LOCAL: LINEAR},
     {GLOBAL: LINEAR},
 ]
-# With scales of scores.
+# With scales of attention scores.
 LATENT_SCALES = [
     YARN | {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0},
     YARN | {"original_max_position_embeddings": 16, "mscale_all_dim": 0.5},
     LINEAR | {"mscale_all_dim": 0.8},
     {"rope_type": "default", "rope_theta": 500.0, "mscale_all_dim": 2.0},
 ]
-# The values that are drawn for options of a config.json; for others, the default and one beside it.
+# Values to draw for options of a config.json; for other options, the default and one more.
 VALUES = {"activation_function": ACTIVATIONS, "hidden_act": ACTIVATIONS, "hidden_activation": ACTIVATIONS}
 VALUES |= {"attention_bias": [False, True], "mlp_bias": [False, True], "head_dim": [None, 4, 8], "n_inner": [None, 24]}
 VALUES |= {"num_attention_heads": [4, 2], "num_key_value_heads": [4, 2, 1, None], "query_pre_attn_scalar": [4, 16, 256]}
@@ -73,10 +73,10 @@ VALUES |= {"layer_types": KINDS, "max_window_layers": [0, 1, 2, 28], "use_bidire
 VALUES |= {"layer_norm_epsilon": [1e-5, 1e-1], "rms_norm_eps": [1e-6, 1e-1], "rope_parameters": [None, *SCALES]}
 VALUES |= {"original_max_position_embeddings": [16, 32], "sliding_window": [None, 3, 6]}
 VALUES |= {"bos_token_id": [None, 3], "eos_token_id": [None, 2, [1, 2]]}
-SILU = ["silu", "silu", "silu", "swish", "gelu"]  # the others are refused
+SILU = ["silu", "silu", "silu", "swish", "gelu"]  # others are rejected
 HYBRIDS = [[RECURRENT, GLOBAL], [GLOBAL, RECURRENT], [RECURRENT] * 2, [GLOBAL] * 2, [LOCAL, RECURRENT], None]
 LIMITS = [[0.0, float("inf")], [0.0, {"__float__": "Infinity"}], [0.0, 0.5], [0.01, float("inf")], None]
-# The same of families with recurrent layers, in place of the values above.
+# For families with recurrent layers, values that replace those above.
 DELTA_VALUES = {"hidden_act": SILU, "layer_types": HYBRIDS, "linear_conv_kernel_dim": [4, 2, 1]}
 DELTA_VALUES |= {"linear_num_key_heads": [2, 1, 4], "linear_num_value_heads": [4, 8, 2]}
 VALUES_OF = {
@@ -99,7 +99,7 @@ VALUES_OF = {
     | {"rope_interleave": [True, False, None]}
     | {"rope_parameters": [None, *SCALES, *LATENT_SCALES, *LATENT_SCALES]},
 }
-# Options of older files and of other families, which transformers takes in any config.json.
+# Options of older files and of other families, which transformers accepts in any config.json.
 OTHERS = {"rope_theta": [1e4, 50.0], "rope_scaling": [None, *SCALES], "rope_local_base_freq": [1e4, 30.0]}
 OTHERS |= {"rope_interleaved": [False, True], "partial_rotary_factor": [1.0, 0.5], "sliding_window_pattern": [2, 3]}
 OTHERS |= {"position_embedding_type": ["absolute", "relative_key"], "is_causal": [True, False], "qk_norm": [True]}
@@ -129,7 +129,7 @@ def beside(default):
 
 
 def drawn(family, draw):
-    """A config.json: what makes a model small, and any other options."""
+    """A config.json: options that make a model small, and random other options."""
     from transformers import PreTrainedConfig
 
     fields = torch_and_class(family)[1].__dataclass_fields__
@@ -148,7 +148,7 @@ def drawn(family, draw):
 
 
 def theirs(family, config):
-    """Their logits and state, or None where transformers itself refuses or fails."""
+    """Logits and state of transformers, or None if it rejects the config or fails."""
     torch, config_class, auto = torch_and_class(family)
     try:
         config = config_class.from_dict(copy.deepcopy(config))
@@ -163,7 +163,7 @@ def theirs(family, config):
 
 
 def assert_same_or_refused(family, config):
-    """Whether the model was compared; False where it was refused, None where transformers fails."""
+    """True if the models were compared, False if ours was rejected, None if transformers fails."""
     if (answer := theirs(family, config)) is None:
         return None
     with warnings.catch_warnings(record=True) as told:
@@ -175,7 +175,7 @@ def assert_same_or_refused(family, config):
             assert named and named[1] in str(config), (config, str(error))
             return False
     assert "nonsense" not in config or any("nonsense" in str(warning.message) for warning in told), config
-    # Logits of Qwen3-Next are up to 8.3e-6 from those in float64 there, and 6.4e-6 here.
+    # Logits of Qwen3-Next differ from float64 by up to 8.3e-6 in transformers, and 6.4e-6 here.
     scale, tolerance = max(1.0, np.abs(answer[0]).max()), 2e-5 if family == "qwen3_next" else 1e-5
     close = functools.partial(np.testing.assert_allclose, desired=answer[0] / scale, rtol=0, err_msg=config)
     close(model.apply(params, TEXT) / scale, atol=tolerance)
@@ -185,7 +185,7 @@ def assert_same_or_refused(family, config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drawn_config_has_the_logits_of_transformers_or_is_refused_by_name(family):
+def test_drawn_config_has_transformers_logits_or_is_rejected_by_name(family):
     pytest.importorskip("transformers", reason="transformers is not installed")
     draw, outcomes = np.random.default_rng(0), []
     while len(outcomes) - outcomes.count(None) < 8:  # a draw takes about a second

@@ -1,6 +1,6 @@
-"""Every family of transformers' models: in, out, decoding, and after fine-tuning.
+"""Every family of transformers models: import, export, decoding and fine-tuning.
 
-Beside answers of transformers that are kept, for Pythons without torch, and beside transformers where it is installed.
+Compared with stored answers of transformers, and with transformers itself where it is installed.
 """
 
 import jax
@@ -42,26 +42,26 @@ def writes(name, folder):
 def decodes(name, folder):
     drawn = np.concatenate(list(sample.generate(*peers.ours(name), peers.tokens(name)[0, :5], 200, temperature=0.0)))
     np.testing.assert_array_equal(drawn, peers.goldens(name)["greedy"])
-    assert len(set(drawn.tolist())) > 1  # not one token again and again
+    assert len(set(drawn.tolist())) > 1  # not always the same token
 
 
 def rows():
     for name in peers.PEERS:
-        checks = [reads] if "deepseek" in name else [reads, writes]  # which models do not go out to
+        checks = [reads] if "deepseek" in name else [reads, writes]  # it cannot be exported
         for check in checks if name.endswith("-2") else [*checks, decodes]:
             marks = [] if name in (FAST[1:2] if check is decodes else FAST) else pytest.mark.slow
             yield pytest.param(check, name, marks=marks, id=f"{check.__name__}-{name}")
 
 
 @pytest.mark.parametrize("check, name", list(rows()))
-def test_family_is_as_it_is_kept(check, name, tmp_path):
+def test_family_equals_stored_answers(check, name, tmp_path):
     check(name, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", peers.PEERS)
 def test_family_equals_transformers(name, tmp_path):
-    """The kept answers are those of today; models and folders come in, and go out, bit for bit."""
+    """Stored answers are up to date; models and folders are imported and exported bit for bit."""
     torch, theirs = peers.peer(name)
     now = peers.answers(name)
     assert peers.goldens(name).keys() == now.keys() and peers.goldens(name)["shapes"] == now["shapes"]

@@ -1,4 +1,4 @@
-"""Layers of single families: where they are, the names and the order of their tensors, and what is not written."""
+"""Layers of single families: their places, the names and order of their tensors, and failed exports."""
 
 import json
 
@@ -16,11 +16,11 @@ from attnlab.training import parallel
 from tests.interop.huggingface_peers import RECURRENT, assert_same, kept, ours, tokens
 from tests.parameters import parameters
 
-# Grouped projections, convolutions, vectors; a layer more than whole periods. All sizes are even.
+# Grouped projections, convolutions, vectors; one layer more than whole periods. All sizes are even.
 HYBRID = make_model(kept("qwen3_next")[1]).replace(vocab_size=66, num_layers=5)
 
 
-def test_stacked_hybrid_is_read_and_saved_as_it_is(tmp_path):
+def test_stacked_hybrid_loads_and_saves_unchanged(tmp_path):
     params = parameters(HYBRID, np.zeros((1, 1), np.int32))
     folder = save_hf(tmp_path / "hybrid", HYBRID, params, max_shard_bytes=20_000)
     stacked = stack_layers(params["params"])
@@ -48,8 +48,8 @@ def renamed(folder, names, splits):
     safetensors_numpy.save_file(state, path)
 
 
-def test_files_of_olmo_hybrid_have_a_convolution_in_three_tensors(tmp_path):
-    """transformers 5 splits it into equal parts when it saves, whatever the sizes of keys and values."""
+def test_olmo_hybrid_files_split_the_convolution_into_three_tensors(tmp_path):
+    """transformers 5 saves it in equal parts, whatever the sizes of keys and values."""
     folder = save_hf(tmp_path / "olmo", *ours("olmo_hybrid"), model_type="olmo_hybrid")
     names = {"0.input_layernorm": "0.attention_layer_norm"}
     names |= {f"{n}.post_attention_layernorm": f"{n}.feedforward_layer_norm" for n in range(2)}
@@ -57,7 +57,7 @@ def test_files_of_olmo_hybrid_have_a_convolution_in_three_tensors(tmp_path):
     assert_same(from_hf(folder), ours("olmo_hybrid"))
 
 
-def test_old_files_of_mamba2_name_the_embedding_in_the_singular(tmp_path):
+def test_old_mamba2_files_with_singular_embedding_name_load(tmp_path):
     folder = save_hf(tmp_path / "mamba2", *ours("mamba2"))
     renamed(folder, {"backbone.embeddings.": "backbone.embedding."}, {})
     assert_same(from_hf(folder), ours("mamba2"))
@@ -66,13 +66,13 @@ def test_old_files_of_mamba2_name_the_embedding_in_the_singular(tmp_path):
 @pytest.mark.parametrize(
     "family, tensor",
     [
-        ("qwen3_next", "mtp.norm.weight"),  # of a head for later tokens
-        ("diffllama", "model.layers.0.self_attn.groupnorm.weight"),  # which transformers has not
-        ("deepseek_v3", "model.layers.2.mlp.up_proj.weight"),  # of another layer than a head's
+        ("qwen3_next", "mtp.norm.weight"),  # in a multi-token prediction head
+        ("diffllama", "model.layers.0.self_attn.groupnorm.weight"),  # transformers has no such tensor
+        ("deepseek_v3", "model.layers.2.mlp.up_proj.weight"),  # no prediction head, because it has no eh_proj
         ("deepseek_v3", "model.layers.1.eh_proj.weight"),
     ],
 )
-def test_tensor_that_the_model_does_not_have_is_named(family, tensor):
+def test_unknown_tensor_raises_by_name(family, tensor):
     state, config = kept(family)
     with pytest.raises(UserError, match=f"holds the tensor {tensor}, which the model does not have"):
         from_hf(state | {tensor: np.ones(16, np.float32)}, config)
@@ -91,15 +91,15 @@ LAYERS = [
 
 
 @pytest.mark.parametrize("name, options, pattern", LAYERS, ids=str)
-def test_layers_of_attention_are_where_the_options_of_the_family_say(name, options, pattern):
+def test_attention_layers_are_placed_by_the_options_of_the_family(name, options, pattern):
     model = make_model(kept(name)[1] | {"num_hidden_layers": 6, "layer_types": None} | options)
     assert " ".join(layer.kind for layer in model.config.layers) == pattern
     assert model == make_model(make_config(model, name))
 
 
 @pytest.mark.parametrize("name", ["diffllama-2", "deepseek_v3", "qwen3_next"])
-def test_file_is_read_in_pieces(name, monkeypatch, tmp_path):
-    """Pieces of three rows, whose order is that of the parameters."""
+def test_file_is_read_in_chunks(name, monkeypatch, tmp_path):
+    """Chunks of three rows; the order of rows follows the parameters."""
     state, config = kept(name)
     safetensors_numpy.save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -107,7 +107,7 @@ def test_file_is_read_in_pieces(name, monkeypatch, tmp_path):
     assert_same(from_hf(tmp_path), ours(name))
 
 
-def test_interleaved_pairs_become_halves_by_rope_interleave_alone():
+def test_only_rope_interleave_reorders_pairs_into_halves():
     state, config = kept("deepseek_v3")
     pairs, halves = (from_hf(state, config | {"rope_interleave": flag}) for flag in (True, False))
     assert pairs[0] == halves[0]
@@ -119,18 +119,18 @@ def test_interleaved_pairs_become_halves_by_rope_interleave_alone():
         jax.tree.map(np.testing.assert_array_equal, of_pairs[name], of_halves[name])
 
 
-def test_heads_for_later_tokens_are_left_out_of_a_deepseek():
+def test_prediction_heads_of_deepseek_are_ignored():
     state, config = kept("deepseek_v3")
     assert config["num_nextn_predict_layers"] == 1
     extra = {f"model.layers.2.{part}.weight": np.ones((3, 4), np.float32) for part in ("eh_proj", "shared_head.head")}
     assert_same(from_hf(state | extra, config), ours("deepseek_v3"))
 
 
-# Pairs of six value heads are no exchange: here and there they have different orders.
+# With six value heads, the permutation from our order of pairs to theirs is not its own inverse.
 DIFFERENTIAL = make_model(kept("diffllama")[1] | {"num_key_value_heads": None})
 
 
-def test_scales_of_norms_go_out_within_the_next_kernel(tmp_path):
+def test_export_folds_norm_scales_into_the_next_kernel(tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     auto = pytest.importorskip("transformers", reason="transformers is not installed").AutoModelForCausalLM
     params, text = parameters(DIFFERENTIAL, np.zeros((1, 1), np.int32))["params"], tokens("diffllama")
@@ -152,21 +152,21 @@ def test_scales_of_norms_go_out_within_the_next_kernel(tmp_path):
 
 
 @pytest.mark.parametrize("value", [SoftCap(5.0), MaskFn(lambda b, h, i, j: j > 0)], ids=["score mod", "mask"])
-def test_export_rejects_kinds_of_a_user_by_their_name(value, tmp_path):
+def test_export_rejects_user_defined_kinds_by_name(value, tmp_path):
     kind = register(value, type(value).__name__)
     for layers in (kind, f"attention {kind} attention"):
         model = GPT.of(layers=layers, width=8, num_heads=2)
-        message = f"model.layers = '{layers}': .*no layers of {kind}: expected attention"
+        message = f"model.layers = '{layers}': layers of {kind} cannot be exported to transformers: expected attention"
         with pytest.raises(UserError, match=message) as error:
             make_config(model)
         assert "\n" not in str(error.value)
-        with pytest.raises(UserError, match=f"no layers of {kind}"):
+        with pytest.raises(UserError, match=f"layers of {kind} cannot be exported"):
             save_hf(tmp_path / "folder", model, {"params": {}})
 
 
 @pytest.mark.parametrize("layer, mask", [(0, SlidingWindow(left=6)), (1, Causal())], ids=["local", "global"])
-def test_attention_equals_that_of_gpt_oss(layer, mask):
-    """Its feed-forward layers are a mixture of experts; its attention has sinks, windows, biases and YaRN."""
+def test_attention_equals_gpt_oss(layer, mask):
+    """Its feed-forward layers are experts, so only attention is compared: sinks, windows, biases and YaRN."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss", reason="no gpt-oss in transformers")
     yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
@@ -190,6 +190,6 @@ def test_attention_equals_that_of_gpt_oss(layer, mask):
     params["out"] = {"kernel": state["o_proj.weight"].T.reshape(6, 16, 40), "bias": state["o_proj.bias"]}
     rotary = Rotary(150_000.0, scaling="yarn", factor=32.0, original_context=64, truncate=False)
     ours = MultiHeadAttention(6, head_dim=16, kv_heads=2, mask=mask, rotary=rotary, sinks=True)
-    # Results are of size 1; rotary angles, up to 50 radians, are rounded to 4e-6 by either.
+    # Results are of size 1; rotary angles, up to 50 radians, are rounded to 4e-6 by both.
     out = jax.jit(ours.apply)({"params": params}, x.numpy())
     np.testing.assert_allclose(out, expected, atol=2e-5)

@@ -1,4 +1,4 @@
-"""Safetensors files: several of them, types of 16 bits, parameters on their shardings, and the memory of loading."""
+"""Safetensors files: several per model, 16-bit types, sharded parameters, and the memory that loading needs."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from attnlab.training import parallel
 from tests.interop.huggingface_peers import gpt2, kept
 from tests.parameters import parameters
 
-# Every kind of tensor: fused, transposed, vectors, of odd sizes.
+# Every kind of tensor: fused, transposed, vectors, odd sizes.
 PHI3 = make_model(kept("phi3")[1]).replace(num_layers=3)
 GPT2 = gpt2(vocab_size=66, num_layers=2, num_heads=4, width=24, context=32)
 MODELS = {"phi3": PHI3, "gpt2": GPT2}
@@ -39,7 +39,7 @@ def folders(tmp_path_factory):
     return {name: save_hf(tmp_path_factory.mktemp("hub") / name, MODELS[name], params_of(name)) for name in MODELS}
 
 
-def test_two_writers_of_a_folder_mix_nothing(tmp_path, monkeypatch):
+def test_concurrent_writers_of_a_folder_do_not_mix_files(tmp_path, monkeypatch):
     write = model_files.write_tensors
 
     def interrupted(*arguments):
@@ -54,8 +54,8 @@ def test_two_writers_of_a_folder_mix_nothing(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_files_are_those_of_the_safetensors_library(folders, tmp_path):
-    """Both ways: it reads ours, and we read its."""
+def test_files_are_compatible_with_the_safetensors_library(folders, tmp_path):
+    """The library reads our files, and we read the library's."""
     library = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
     for name, folder in folders.items():
         state = library.load_file(folder / "model.safetensors")
@@ -67,7 +67,7 @@ def test_files_are_those_of_the_safetensors_library(folders, tmp_path):
         assert_equal(params, params_of(name))
 
 
-def test_large_models_are_several_files_with_an_index(tmp_path):
+def test_large_models_are_saved_as_several_files_with_an_index(tmp_path):
     folder = save_hf(tmp_path / "several", PHI3, params_of("phi3"), max_shard_bytes=40_000)
     files = sorted(folder.glob("*.safetensors"))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -95,7 +95,7 @@ def test_large_models_are_several_files_with_an_index(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
-def test_files_of_16_bits_come_back_bit_for_bit(dtype, tmp_path):
+def test_16_bit_files_round_trip_bit_for_bit(dtype, tmp_path):
     rounded = jax.tree.map(lambda x: x.astype(dtype), params_of("phi3"))
     folder = save_hf(tmp_path / "half", PHI3, params_of("phi3"), dtype=dtype)
     assert json.loads((folder / "config.json").read_text())["dtype"] == jnp.dtype(dtype).name
@@ -109,22 +109,22 @@ def test_files_of_16_bits_come_back_bit_for_bit(dtype, tmp_path):
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
-def test_missing_library_is_one_line_with_the_command(folders, tmp_path, monkeypatch):
+def test_missing_library_raises_one_line_with_the_command(folders, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     for call in (lambda: from_hf(folders["gpt2"]), lambda: save_hf(tmp_path / "new", GPT2, params_of("gpt2"))):
         with pytest.raises(UserError, match=r"needs safetensors: pip install 'attnlab\[hf\]'$"):
             call()
 
 
-def test_other_types_are_refused(folders, tmp_path):
+def test_unsupported_types_are_rejected(folders, tmp_path):
     for call in (lambda: from_hf(folders["gpt2"], dtype=jnp.int32), lambda: save_hf(tmp_path, GPT2, {}, dtype=None)):
         with pytest.raises(UserError, match="dtype = .*float16"):
             call()
 
 
 @pytest.mark.parametrize("name, mesh", [("phi3", {"fsdp": 2, "tensor": 2}), ("gpt2", {"fsdp": 4})], ids=str)
-def test_parameters_arrive_on_their_shardings(name, mesh, folders):
-    """By a function of shapes, and by a tree; where its layers are stacked, those of the parameters are."""
+def test_parameters_load_with_their_shardings(name, mesh, folders):
+    """Shardings are a function of shapes or a tree; if the tree's layers are stacked, so are the parameters."""
     on = parallel.make("mesh", **mesh)
     by_function = from_hf(folders[name], shardings=on.shardings)[1]["params"]
     expected = on.shardings(params_of(name)["params"])
@@ -139,7 +139,7 @@ def test_parameters_arrive_on_their_shardings(name, mesh, folders):
 
 
 def test_any_axis_may_be_split(folders):
-    """Also axes that no run splits, such as the features of a head."""
+    """Even axes that no run splits, such as the features of a head."""
     devices = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
 
     def split(x, axis):
@@ -167,7 +167,7 @@ from_hf(sys.argv[1])
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_loading_needs_little_more_memory_than_the_parameters(tmp_path):
-    """Of 300 MB, a third of them in the embedding; pages of the mapped file are not counted."""
+    """Parameters take 300 MB, a third of it in the embedding; pages of the mapped file are not counted."""
     layer = dataclasses.replace(PHI3.config.layer(0), head_dim=64)
     model = PHI3.replace(vocab_size=50_000, num_layers=8, num_heads=8, width=512, mlp_ratio=6.0, layers=(layer,))
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
@@ -179,6 +179,6 @@ def test_loading_needs_little_more_memory_than_the_parameters(tmp_path):
         command = [sys.executable, "-c", LIMITED, str(folder), str(int(times * size))]
         return subprocess.run(command, capture_output=True, text=True)
 
-    # 1 for the parameters; the rest are a chunk of 16 MiB, its copy in another type, and what Python and threads need.
+    # 1 for the parameters; the rest for a chunk of 16 MiB, its copy in another type, and what Python and threads need.
     assert load(1.4).returncode == 0
     assert load(0.9).returncode != 0

@@ -34,7 +34,7 @@ def assert_equal(ours, theirs):
 
 
 def assert_round_trip(module, theirs):
-    """Export bit for bit, also with other parameters."""
+    """Assert that export is exact bit for bit, even after parameters change."""
     params = from_torch(theirs)[1]
     state = to_torch(params, theirs)
     assert state.keys() == theirs.state_dict().keys()
@@ -101,7 +101,7 @@ def test_unsupported_torch_module_raises_by_name():
         assert "\n" not in str(error.value)
 
 
-def test_to_torch_rejects_other_parameters():
+def test_to_torch_rejects_mismatched_parameters():
     theirs = torch.nn.MultiheadAttention(8, 2)
     params = from_torch(torch.nn.MultiheadAttention(8, 4))[1]
     with pytest.raises(UserError, match=r"key/bias has shape \(4, 2\).*\(2, 4\)"):
@@ -116,7 +116,7 @@ SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size"
 
 
 def nanogpt(bias=True):
-    """A GPT-2 of transformers, and its state dict as nanoGPT has it: of the same names, with kernels transposed."""
+    """A transformers GPT-2, and its state dict in nanoGPT's form: the same names, with transposed kernels."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 12, "vocab_size": 21}
     config = transformers.GPT2Config(**sizes, activation_function="gelu", bos_token_id=0, eos_token_id=0)
@@ -131,7 +131,7 @@ def nanogpt(bias=True):
 
 
 def save_checkpoint(path, state, prefix="", **sizes):
-    """As nanoGPT's train.py does."""
+    """Save a checkpoint as nanoGPT's train.py does."""
     state = {prefix + name: tensor for name, tensor in state.items()}
     best = torch.tensor(1.5)
     saved = {"model": state, "optimizer": {"state": {}}, "model_args": SIZES | sizes, "iter_num": 7}
@@ -174,7 +174,7 @@ def test_invalid_nanogpt_checkpoint_raises_one_line(tmp_path):
             from_nanogpt(path)
         assert "\n" not in str(error.value)
     torch.save({"state": {}}, path)
-    with pytest.raises(UserError, match="holds no 'model' and 'model_args'"):
+    with pytest.raises(UserError, match="has no 'model' and 'model_args'"):
         from_nanogpt(path)
     model = gpt2(**GPT2)
     with pytest.raises(UserError, match="model.activation = 'gelu_tanh': nanoGPT .*'gelu'"):

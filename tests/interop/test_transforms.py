@@ -20,13 +20,13 @@ MODEL = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6)
 
 
 def assert_close(ours, plain):
-    """Allow for some hundred reordered float32 operations, each with an error of 2^-24 of the largest value."""
+    """Allow for about a hundred reordered float32 operations, each with an error of 2^-24 of the largest value."""
     atol = 100 * 2**-24 * max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(plain))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), ours, plain)
 
 
 def assert_same_gradient(ours, plain, params):
-    """Both, and their values, in one program."""
+    """Assert close values and gradients, computed by one program."""
 
     def square(params, apply):
         return (apply(params) ** 2).sum()
@@ -39,7 +39,7 @@ def mesh(shape, names):
 
 
 def test_vmap_over_parameters_and_examples_equals_loop():
-    """An ensemble of two, and a gradient of each example."""
+    """An ensemble of two, and per-example gradients."""
     module, inputs = LAYER.clone(impl="blockwise"), X
     stack = [parameters(module, inputs, seed=seed) for seed in range(2)]
 
@@ -91,7 +91,7 @@ def test_nn_scan_over_layers_equals_loop():
     assert_same_gradient(lambda params: Stack().apply(params, X), in_turn, params)
 
 
-def test_logically_partitioned_kernels_are_sharded_by_the_rules_of_flax():
+def test_logically_partitioned_kernels_are_sharded_by_flax_rules():
     init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "heads", "kv"))
     layer = LAYER.clone(kernel_init=init, use_bias=False)
     specs = nn.get_partition_spec(jax.eval_shape(layer.init, jax.random.key(1), X))
@@ -104,7 +104,7 @@ def test_logically_partitioned_kernels_are_sharded_by_the_rules_of_flax():
 
 
 def split_over_data(apply, *specs):
-    """Parameters on every device, the arguments split over four."""
+    """`apply` with replicated parameters, and arguments split over four devices."""
     return jax.shard_map(apply, mesh=mesh((4,), ("data",)), in_specs=(P(), *specs), out_specs=P("data"))
 
 

@@ -1,4 +1,4 @@
-"""The relatives of softmax attention that the tests of their modules share: each in NumPy float64, from its paper.
+"""Relatives of softmax attention that several tests share, and each in NumPy float64, from its paper.
 
 Functions take the layer's parameters by path, "query/kernel", and one sequence `[T, F]`.
 """
@@ -17,7 +17,7 @@ X = np.random.default_rng(0).standard_normal((2, 9, 8)).astype(np.float32)
 
 
 class ExclusiveAttention(MultiHeadAttention):
-    """Attention whose outputs have no part along the token's own value."""
+    """Attention whose outputs have no component along the token's own value."""
 
     def after(self, z, v, x, context):
         v = jnp.repeat(v, z.shape[-2] // v.shape[-2], axis=-2)
@@ -68,7 +68,7 @@ def grouped(x, p):
 
 
 def exclusive(x, p):
-    """Outputs of each head less their part along the token's own value."""
+    """Each head's outputs without their component along the token's own value."""
     q, k, v = (projected(x, p, name) for name in ("query", "key", "value"))
     v = v.repeat(2, axis=1)
     z = np.stack([softmax(q[:, h] @ k[:, h // 2].T / np.sqrt(q.shape[-1])) @ v[:, h] for h in range(4)], axis=1)
@@ -77,7 +77,7 @@ def exclusive(x, p):
 
 
 def differential(x, p, layer=0):
-    """Ye et al. 2024, equations 1 to 3, with heads h and H/2 + h of queries as the two maps of head h."""
+    """Ye et al. 2024, equations 1 to 3, with query heads h and H/2 + h as the two maps of head h."""
     q, k, v = (projected(x, p, name) for name in ("query", "key", "value"))
     q, k = rotated(q), rotated(k)
     heads, group, start = q.shape[1] // 2, q.shape[1] // k.shape[1], 0.8 - 0.6 * np.exp(-0.3 * layer)

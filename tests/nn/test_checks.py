@@ -1,4 +1,4 @@
-"""Masks as bool arrays, token ids, unknown arguments and NumPy inputs, for all modules."""
+"""Bool array masks and unknown arguments for attention modules; float64 NumPy inputs for more modules."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def test_bool_array_mask_equals_mask_in_field_and_call(module):
 
 
 @EACH
-def test_unknown_argument_names_the_one_to_use(module):
+def test_unknown_argument_error_names_the_right_one(module):
     with pytest.raises(TypeError, match=r"__call__ .*'is_causal': use mask=masks.Causal\(\)"):
         jax.eval_shape(lambda: module.init(jax.random.key(0), X.astype(np.float32), is_causal=True))
 
@@ -53,7 +53,7 @@ def test_unknown_argument_names_the_one_to_use(module):
     ids=lambda module: type(module).__name__,
 )
 def test_float64_numpy_input_does_not_warn(module):  # warnings are errors in the tests
-    out, _ = jax.eval_shape(lambda: module.init_with_output(jax.random.key(0), X))  # of NumPy's X, not a traced one
+    out, _ = jax.eval_shape(lambda: module.init_with_output(jax.random.key(0), X))  # X stays a NumPy array, untraced
     assert out.dtype == jnp.float32
 
 

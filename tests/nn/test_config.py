@@ -1,4 +1,4 @@
-"""A model's config: fields that do not fit together, or have no effect, are one line that names them."""
+"""A model's config: fields that conflict or have no effect raise one line that names them."""
 
 import jax
 import numpy as np
@@ -25,8 +25,8 @@ INVALID = [
         {"attention": {"rotary": {"base": 5.0}}, "positions": "learned"},
         "attention.rotary.base = 5.0: it has no effect with positions = 'learned'",
     ),
-    (CONV | {"positions": "rotary"}, "positions = 'rotary': no layer of gated_conv has them"),
-    (CONV | {"positions": "alibi"}, "positions = 'alibi': no layer of gated_conv has them"),
+    (CONV | {"positions": "rotary"}, "positions = 'rotary': layers of gated_conv do not use them"),
+    (CONV | {"positions": "alibi"}, "positions = 'alibi': layers of gated_conv do not use them"),
     ({"mlp": "gated", "mlp_ratio": 0.0}, "mlp = 'gated': it has no effect with mlp_ratio = 0, "),
     (
         {"layers": "gated_delta", "num_heads": 2, "gated_delta": {"value_heads": 3}},
@@ -48,7 +48,7 @@ INVALID = [
     ({"attention": {"qk_norm_joint": True, "qk_norm": False}}, "attention.qk_norm_joint = True: .* qk_norm"),
     (
         {"layers": "attention gru", "attention": {"value_residual": True}},
-        "attention.value_residual = True: expected in all layers or none, which are attention, gru",
+        "attention.value_residual = True: expected in all layers .attention, gru. or in none",
     ),
 ]
 NO_FIELD = [
@@ -63,14 +63,14 @@ NO_FIELD = [
 
 
 @pytest.mark.parametrize("values, message", INVALID + NO_FIELD, ids=str)
-def test_invalid_values_of_a_model_are_one_line(values, message):
+def test_invalid_model_option_raises_one_line(values, message):
     with pytest.raises(ValueError, match=f"^{message}") as raised:
         GPT.of(**values)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("values, message", INVALID, ids=str)
-def test_invalid_values_of_a_run_are_the_same_line(values, message):
+def test_invalid_model_option_of_run_raises_the_same_line(values, message):
     with pytest.raises(UserError, match=rf"^config\.model\.{message}"):
         run_of(values)
 
@@ -86,7 +86,7 @@ def run_of(values):
     return configs.RunConfig.of({f"model.{name}": value for name, value in flat(values).items()})
 
 
-def test_option_whose_effect_another_takes_is_an_error_of_a_new_run():
+def test_option_without_effect_is_an_error_in_new_runs():
     config = run_of({"attention": {"rotary": {"factor": 4.0}}})
     with pytest.raises(
         UserError, match=r"config.model.attention.rotary.factor = 4.0: it has no effect with scaling = "
@@ -100,27 +100,27 @@ def test_option_whose_effect_another_takes_is_an_error_of_a_new_run():
         {"layers": "gated_conv*2 attention", "attention": {"kv_heads": 2, "rotary": {"base": 5.0}}, "num_heads": 2},
         {"layers": "local attention", "local": {"window": 8, "rotary": {"base": 5.0}}, "attention": {"soft_cap": 5.0}},
         CONV | {"gated_conv": {"kernel_size": 2}, "dropout": 0.1, "use_bias": True, "positions": "learned"},
-        CONV | {"width": 129},  # that heads need not divide
+        CONV | {"width": 129},  # no heads that must divide it
         CONV | {"attention": {"window": None}},  # the default
     ],
     ids=str,
 )
-def test_model_of_a_run_equals_that_of_the_same_values_in_python(values):
+def test_run_config_builds_the_model_of_the_same_python_values(values):
     model = ModelConfig.of(**values)
     assert run_of(values).over_tokens(256) == model
     assert configs.RunConfig(model=model).over_tokens(256) == model
 
 
-def test_layers_are_words_or_configs_that_are_repeated_by_their_number():
+def test_layer_words_and_configs_repeat_up_to_num_layers():
     gated, attention = GatedConvConfig(), AttentionConfig(window=8)
     config = ModelConfig.of(layers="gated_conv*2 attention", num_layers=5, attention=attention)
     assert config == ModelConfig.of(layers=(gated, gated, attention), num_layers=5)
     assert [config.layer(number) for number in range(5)] == [gated, gated, attention, gated, gated]
     assert ModelConfig.of(layers=attention).layers == (attention,)
-    assert config.replace(num_layers=2).used == (gated,)  # those within the model
+    assert config.replace(num_layers=2).used == (gated,)  # only layers within the model
 
 
-def test_auto_positions_are_rotary_if_a_layer_has_them():
+def test_auto_positions_are_rotary_if_any_layer_supports_them():
     stands_for = {"attention": "rotary", "gated_conv attention": "rotary"}
     stands_for |= dict.fromkeys(("gated_conv", "forget", "stick_breaking"), "none")
     assert {layers: ModelConfig.of(layers=layers).position_encoding for layers in stands_for} == stands_for
@@ -132,13 +132,13 @@ def test_replaced_field_is_checked():
         GPT.of().replace(remat="all")
 
 
-def test_kinds_are_named_by_their_config_and_declare_a_default_for_every_option():
+def test_layer_configs_name_their_kind_and_default_every_option():
     for name, kind in KINDS.items():
         defaults = {field: each.default for field, each in options(kind).items() if "." not in field}
         assert kind.kind == name and kind() == kind(**defaults)
 
 
-def test_local_layers_make_the_programs_of_attention_with_a_window():
+def test_local_layers_lower_to_the_program_of_windowed_attention():
     sizes = {"vocab_size": 40, "num_layers": 2, "num_heads": 2, "width": 16, "context": 12}
     tokens = np.arange(24).reshape(2, 12)
 

@@ -1,4 +1,4 @@
-"""Layers, score mods and masks of a user: kinds by name where their file was run, and never run by a name alone."""
+"""User-defined layers, score mods and masks: names are kinds once their file has run; a name alone never runs it."""
 
 import contextlib
 import linecache
@@ -32,12 +32,12 @@ def file(tmp_path):
 
 
 def code(*kinds):
-    """As a run saves it."""
+    """Files of custom kinds, as a run saves them."""
     sources = custom.sources(GPT.of(**SIZES, layers=" ".join(kinds)).config.layers)
     return {kind: {"file": str(source.path)} for kind, source in sources.items()}
 
 
-def test_public_parts_of_an_imported_file_are_kinds_of_layers(file):
+def test_public_definitions_of_imported_file_are_layer_kinds(file):
     assert custom.import_file(file) == custom.import_file(file) == ["odd", "near", "Running", "Average", "Shifted"]
     assert all(custom.is_custom(kind) for kind in ("near", "Shifted")) and not custom.is_custom("gru")
     for layers in ("near", "gru odd", "Average", "Shifted attention"):
@@ -47,7 +47,7 @@ def test_public_parts_of_an_imported_file_are_kinds_of_layers(file):
     assert GPT.of(**SIZES, layers="Shifted").config.position_encoding == "none"
 
 
-def test_options_that_a_custom_layer_declares_are_options_of_its_kind(file):
+def test_options_declared_by_custom_layer_belong_to_its_kind(file):
     custom.import_file(file)
     assert configs.default().model.Average.decay == 0.6 and KINDS["Average"].heads is None
     config = GPT.of(**SIZES, layers="Average", Average={"decay": 0.5, "heads": 1}).config
@@ -57,7 +57,7 @@ def test_options_that_a_custom_layer_declares_are_options_of_its_kind(file):
         GPT.of(**SIZES, layers="Average", Average={"decay": 2.0})
 
 
-def test_score_mod_and_mask_of_a_file_change_what_attention_computes(file):
+def test_score_mod_and_mask_from_file_change_attention(file):
     custom.import_file(file)
     models = [GPT.of(**SIZES | {"num_layers": 1}, layers=kind) for kind in ("attention", "near", "odd")]
     params = parameters(models[0], TOKENS)
@@ -71,7 +71,7 @@ def test_registered_class_or_value_is_a_kind():
     assert GPT.of(layers=f"{register(Doubling, 'twice')}*2 capped").config.layers[1].kernel_size == 4
 
 
-def test_plain_module_is_a_layer_that_decodes_by_passes_over_its_newest_inputs(file):
+def test_plain_module_decodes_by_passes_over_its_newest_inputs(file):
     custom.import_file(file)
     config = GPT.of(**SIZES, layers="Running").config
     layer, x = config.layers[0].make(config), np.random.default_rng(0).standard_normal((2, 5, 8), np.float32)
@@ -85,7 +85,7 @@ def test_plain_module_is_a_layer_that_decodes_by_passes_over_its_newest_inputs(f
         layer.apply(params, x, segments=np.zeros((2, 5), int))
 
 
-def test_copy_of_a_notebook_has_what_a_class_reaches_in_its_cells(tmp_path):
+def test_notebook_copy_has_all_that_a_class_uses_from_its_cells(tmp_path):
     names, x = {"__name__": "notebook"}, np.ones((1, 3, 4))
     own = "class Own(Module):\n  half = staticmethod(half)\n  def __call__(self, x):\n    return fast(self.half(x))"
     cells = [
@@ -95,7 +95,7 @@ def test_copy_of_a_notebook_has_what_a_class_reaches_in_its_cells(tmp_path):
     for text in (*cells, "fast = jax.jit(half)\nassert fast(4) == 2", f"print(fast)\n{own}\nassert Own.x == 5"):
         file = f"<cell {len(linecache.cache)}>"
         linecache.cache[file] = len(text), None, text.splitlines(True), file
-        with contextlib.suppress(AttributeError):  # of the last line, which is no part of the copy
+        with contextlib.suppress(AttributeError):  # by the last line, which is not copied
             exec(compile(text, file, "exec"), names)
     (source,) = custom.sources(GPT.of(layers=register(names["Own"])).config.layers).values()
     (file := tmp_path / source.path).write_text(source.text)
@@ -107,15 +107,15 @@ def test_copy_of_a_notebook_has_what_a_class_reaches_in_its_cells(tmp_path):
 @pytest.mark.parametrize(
     "value, name, message",
     [
-        (int, None, "is of no file, and no method of it of a notebook.s cell: write it into"),
+        (int, None, "is defined neither in a file nor in a notebook cell: define it"),
         (lambda score, b, h, i, j: score, None, "'<lambda>': expected a name such as 'mine'"),
         (nn.Dense, None, "Dense: its field features has no default: give it one"),
         (UserError, None, "UserError is the class UserError: expected a subclass of attnlab.nn.Layer or LayerConfig"),
         (SoftCap(5.0), None, r"SoftCap\(…\) needs a name: register\(value, name\)"),
         (5, "five", "five is of type int: expected a subclass"),
-        (Doubling, "gru", "'gru' is a kind of attnlab: choose another name"),
+        (Doubling, "gru", "'gru' is a built-in kind: choose another name"),
         (SoftCap(5.0), "a b", "'a b': expected a name such as 'mine'"),
-        (SoftCap(5.0), "norm", "'norm': expected a name such as 'mine', and none of a field of ModelConfig"),
+        (SoftCap(5.0), "norm", "'norm': expected a name such as 'mine' that is no field of ModelConfig"),
     ],
 )
 def test_value_that_cannot_be_a_kind_raises_one_line(value, name, message, own_errors):
@@ -157,7 +157,7 @@ def test_saved_kind_needs_an_imported_file(file):
         custom.check_imported(saved, "runs/x")
 
 
-def test_version_of_a_config_is_of_what_its_custom_layers_compute(file, tmp_path):
+def test_config_version_changes_with_what_custom_layers_compute(file, tmp_path):
     custom.import_file(file)
 
     def version(kind):
@@ -173,8 +173,8 @@ def test_version_of_a_config_is_of_what_its_custom_layers_compute(file, tmp_path
     assert version("near") != first
 
 
-def test_imported_file_of_no_layer_is_an_error(file):
+def test_imported_file_used_by_no_layer_is_an_error(file):
     custom.import_file(file)
     custom.check_used([str(file)], GPT.of(layers="gru near").config.layers)
-    with pytest.raises(UserError, match=f"^--import={file}: no layer is from it, as they are gru: set config.model.la"):
+    with pytest.raises(UserError, match=f"^--import={file}: no layer comes from it \\(layers: gru\\): set config.m"):
         custom.check_used([str(file)], GPT.of(layers="gru").config.layers)

@@ -25,11 +25,11 @@ APPLY = jax.jit(MODULE.apply)
 EMPTY = KVCache.empty(batch=2, capacity=8, kv_heads=2, head_dim=2, forget_heads=4)
 
 
-# Outputs are sums of some ten numbers of size 1: 1e-6 is 17 units of float32's rounding.
+# Outputs are sums of about ten numbers of size 1: 1e-6 is 17 units of float32's rounding.
 near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
 
 
-def test_gate_that_forgets_all_spoils_nothing_after_it():
+def test_gate_that_forgets_everything_keeps_later_outputs_accurate():
     x, params = X.copy(), jax.tree.map(np.array, PARAMS)
     x[..., 0] = np.arange(7) == 2
     params["params"]["forget"]["kernel"][0] = -1e9
@@ -50,7 +50,7 @@ def test_gate_parameters_have_shapes_and_initial_values_of_the_papers():
 
 
 def test_rolling_cache_equals_window_and_keeps_sums_small():
-    """Beyond the capacity: sums count from the newest position, so they do not grow with the text."""
+    """Beyond the capacity, sums count from the newest position, so that they do not grow with the text."""
     x, cache = np.tile(X, (1, 4, 1)), EMPTY
     expected = jax.jit(MODULE.apply)(PARAMS, x, mask=SlidingWindow(7))
     for t in range(28):
@@ -76,7 +76,7 @@ def test_sums_are_float32_in_a_bfloat16_module():
     assert out.dtype == cache.key.dtype == jnp.bfloat16 and cache.forget.dtype == jnp.float32
 
 
-def test_rotary_positions_are_left_out():
+def test_forget_layers_have_no_rotary_positions():
     config = GPT.of(layers="forget", forget={"kv_heads": 2}).config
     assert config.position_encoding == "none" and config.layers[0].make(config).rotary is None
 

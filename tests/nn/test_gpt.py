@@ -34,7 +34,7 @@ def test_gpt_decoding_with_caches_equals_full_pass(option):
     # Float32 sums of up to 64 terms in another order, and √64 roundings of logits of up to 40.
     atol = max(1e-5, 8 * 2**-24 * np.abs(expected).max())
     np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, atol=atol)
-    # A piece of three tokens, of which the first row has two, and the tokens after them.
+    # A chunk of three tokens, the last one padding in the first sequence, then one more token each.
     padded, caches = apply(params, TOKENS[:, :3], caches=model.init_caches(batch=2), lengths=np.array([2, 3]))
     np.testing.assert_allclose(padded[0, :2], expected[0, :2], atol=atol)
     following, _ = apply(params, TOKENS[[0, 1], [2, 3]][:, None], caches=caches)
@@ -51,12 +51,12 @@ PACKED = np.random.default_rng(1).integers(0, 11, (1, 25))
 @pytest.mark.parametrize(
     "positions, stacked", [("learned", False), ("alibi", True), pytest.param("rotary", True, marks=pytest.mark.slow)]
 )
-def test_gpt_loss_of_packed_document_equals_that_of_the_document_alone(positions, stacked, float64):
+def test_gpt_loss_of_packed_document_equals_loss_of_document_alone(positions, stacked, float64):
     model = gpt(positions=positions, context=24, dtype=jnp.float64, remat="block", attention={"impl": "blockwise"})
     inputs, targets = PACKED[:, :-1], PACKED[:, 1:]
     params = parameters(model, inputs[:, :1])
     params = {"params": stack_layers(params["params"])} if stacked else params
-    # Each document alone, with padding behind it, which a causal model does not see.
+    # Each document alone, padded at its end, which a causal model ignores.
     own = np.arange(9) < LENGTHS[:, None]
     padded = np.zeros((2, 5, 9), int)
     padded[:, own] = inputs[0], targets[0]
@@ -71,7 +71,7 @@ def test_gpt_loss_of_packed_document_equals_that_of_the_document_alone(positions
     np.testing.assert_allclose(packed[0], np.asarray(alone)[own], rtol=0, atol=1e-10)
 
 
-def test_gpt_masks_of_field_and_call_equal_segments_and_causal():
+def test_gpt_masks_in_field_and_call_equal_segments_and_causal():
     model = gpt(num_layers=1)
     fields = [model, *(gpt(num_layers=1, attention={"mask": mask}) for mask in (SAME, PrefixLM(3) & Causal()))]
 
@@ -117,10 +117,10 @@ CACHES = gpt().init_caches(batch=2)
         (np.zeros((1, 9), int), {}, ValueError, "sequence of 9 .*8 learned positions"),
         (TOKENS, {"segments": np.zeros((2, 7), int)}, ValueError, r"segments has shape \(2, 7\).*\(2, 8\)"),
         (TOKENS, {"segments": TOKENS.astype(int) << 32}, ValueError, "segments has values from 0 to .*int32"),
-        (TOKENS, {"segments": TOKENS, "caches": CACHES}, ValueError, "segments .*: leave out caches"),
+        (TOKENS, {"segments": TOKENS, "caches": CACHES}, ValueError, "segments cannot be combined with caches"),
         (TOKENS, {"places": np.zeros(2, int)}, ValueError, r"places has shape \(2,\), expected \[2, places\]"),
         (TOKENS, {"places": np.full((2, 1), 8)}, ValueError, "places contains 8, expected 0 to 7"),
-        (TOKENS, {"targets": TOKENS, "caches": CACHES}, ValueError, "targets .*: leave out caches"),
+        (TOKENS, {"targets": TOKENS, "caches": CACHES}, ValueError, "targets .*: remove caches"),
         (TOKENS, {"targets": TOKENS[:1]}, ValueError, r"targets has shape \(1, 8\)"),
         (TOKENS, {"targets": TOKENS - 1}, ValueError, "targets contains -1, .*0 to 10"),
     ],
@@ -128,7 +128,7 @@ CACHES = gpt().init_caches(batch=2)
 def test_gpt_invalid_argument_raises_one_line(tokens, options, error, message, own_errors):
     model, params, _ = made("learned")
     with pytest.raises(error, match=message) as raised:
-        jax.eval_shape(lambda params: model.apply(params, tokens, **options), params)  # of tokens with values
+        jax.eval_shape(lambda params: model.apply(params, tokens, **options), params)  # tokens is not traced
     assert "\n" not in str(raised.value)
 
 
@@ -187,15 +187,15 @@ def test_gpt_bfloat16_keeps_float32_parameters():
     assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
     logits, exact = np.asarray(jax.jit(model.apply)(params, TOKENS)), np.asarray(apply(params, TOKENS))
     assert logits.dtype == np.float32
-    # Eight bits of mantissa, through some ten roundings.
+    # Eight bits of mantissa, through about ten roundings.
     assert 0 < np.abs(logits - exact).max() < 10 * 2**-8 * np.abs(exact).max()
 
 
-def test_gpt_values_are_mixed_with_those_of_the_first_layer():
+def test_gpt_mixes_values_with_first_layer_values():
     _, variables, apply = made("gemma")
 
     def logits(share, sign=1):
-        """With a share of the first layer's values, and another sign of the later layers' own."""
+        """Logits with this share of the first layer's values, and later layers' own values times `sign`."""
 
         def changed(path, x):
             names = [key.key for key in path]
@@ -213,11 +213,11 @@ def test_gpt_values_are_mixed_with_those_of_the_first_layer():
         assert share.shape == ()
     np.testing.assert_allclose(logits(0), jax.jit(plain.apply)({"params": same}, TOKENS), atol=1e-6)
     assert not np.allclose(logits(0.5), logits(0), atol=1e-4)
-    # Values v + (first − v) of float32, through three layers.
+    # Float32 roundings of v + (first − v), through three layers.
     np.testing.assert_allclose(logits(1, sign=-1), logits(1), atol=1e-5)
 
 
-def test_gpt_places_alone_have_the_logits_and_losses_of_the_full_pass():
+def test_gpt_logits_and_losses_at_places_equal_full_pass():
     (model, params, _), targets = made("plain"), np.roll(TOKENS, -1, axis=1)
     places = np.array([[7, 0, 3], [2, 2, 5]], np.int32)
 
@@ -239,7 +239,7 @@ def test_gpt_places_alone_have_the_logits_and_losses_of_the_full_pass():
     [pytest.param({}, 8, marks=pytest.mark.slow), ({"tie_embeddings": False, "logit_cap": 2.0}, 3)],
     ids=["tied", "untied, capped and in chunks"],
 )
-def test_gpt_of_a_padded_vocabulary_is_the_model_without_padding(options, chunk, monkeypatch):
+def test_gpt_with_padded_vocabulary_equals_unpadded_model(options, chunk, monkeypatch):
     monkeypatch.setattr("attnlab.nn.logits.chunk_size", lambda *sizes: chunk)
     model = gpt(num_layers=1, **options)
     padded = model.replace(padded_vocab_size=16)
@@ -260,7 +260,7 @@ def test_gpt_of_a_padded_vocabulary_is_the_model_without_padding(options, chunk,
     for name in tables:
         assert not np.asarray(found[2][name]["embedding"])[11:].any()
     found = *found[:2], without_padding(found[2])
-    # Sums of 16 products of other programs, through one layer.
+    # Sums of 16 products, computed by two programs, through one layer.
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected)
 
 
@@ -273,7 +273,7 @@ def test_gpt_with_zero_outputs_starts_as_its_embedding():
     np.testing.assert_allclose(logits, normal @ embedding.T, atol=1e-5)
 
 
-def test_gpt_biases_of_attention_default_to_those_of_the_model():
+def test_gpt_attention_biases_default_to_biases_of_model():
     for use_bias, qkv_bias, expected in (
         (None, None, (True, True)),
         (False, None, (False, False)),

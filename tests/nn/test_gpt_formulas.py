@@ -1,4 +1,4 @@
-"""Feed-forward layers, blocks and models of today's kind equal their formulas in NumPy float64."""
+"""Feed-forward layers, blocks and GPTs with modern options equal their formulas in NumPy float64."""
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def test_block_with_norms_before_or_after_equals_formula(norm_first, mlp, float6
 
 
 def reference(params, tokens, *, window, base, norm_at, plus_one, epsilon=1e-5):
-    """Logits of a GPT of one layer and two heads of eight features, four of them rotated, by the formulas, float64."""
+    """Float64 logits, by formula, of a GPT with one layer and two heads of eight features, four of them rotated."""
 
     def norm(x, params):
         scale = params["scale"] + plus_one
@@ -110,7 +110,7 @@ def reference(params, tokens, *, window, base, norm_at, plus_one, epsilon=1e-5):
         for norm_at in ("before", "after", "both")
     ],
 )
-def test_gpt_of_todays_models_equals_formula(kind, norm_at, float64):
+def test_gpt_with_modern_options_equals_formula(kind, norm_at, float64):
     window, base = (3, 10.0) if kind == "local" else (None, 100.0)
     layer = {"head_dim": 8, "rotary": {"base": base, "fraction": 0.5}, "sinks": True, "scale": 0.7}
     model = gpt(
@@ -133,5 +133,5 @@ def test_gpt_of_todays_models_equals_formula(kind, norm_at, float64):
     params = jax.tree.map(lambda leaf: 0.3 * rng.standard_normal(leaf.shape), shapes)
     options = {"window": window or 99, "base": base, "norm_at": norm_at, "plus_one": int(kind == "local")}
     expected = reference(params["params"], TOKENS[0], **options)
-    # Angles are float32: 7 radians to 5e-7, and all else float64.
+    # Angles are float32, with errors of 5e-7 at 7 radians; all else is float64.
     np.testing.assert_allclose(jax.jit(model.apply)(params, TOKENS)[0], expected, atol=5e-7)

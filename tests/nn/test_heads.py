@@ -47,7 +47,7 @@ def test_stacked_heads_equal_concatenated_heads():
     np.testing.assert_allclose(jax.jit(STACKED.apply)(params, X), np.concatenate(each, axis=-1), atol=1e-6)
 
 
-def test_stacked_heads_start_apart_take_array_masks_and_sow_weights():
+def test_stacked_heads_start_differently_take_masks_and_sow_weights():
     sowing = jax.jit(functools.partial(STACKED.init_with_output, mutable=["params", "intermediates"]))
     _, state = sowing(jax.random.key(1), X, mask=Padding(np.array([2, 6])))
     weights = np.asarray(*state["intermediates"]["heads"]["attention_weights"])
@@ -95,7 +95,7 @@ def test_multihead_slice_i_equals_head_i(use_bias):
 
 
 @pytest.mark.parametrize("layer", [Head(4, dropout_rate=0.5), StackedHeads(2, 4, dropout_rate=0.5)], ids=repr)
-def test_heads_drop_by_their_rng_and_only_if_told_to(layer):
+def test_heads_drop_by_their_rng_only_if_not_deterministic(layer):
     params, run = parameters(layer, X), jax.jit(layer.apply, static_argnames="deterministic")
     a, b = (run(params, X, deterministic=False, rngs={"dropout": jax.random.key(k)}) for k in (0, 1))
     assert not np.allclose(a, b)

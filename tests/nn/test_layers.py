@@ -13,8 +13,8 @@ from tests.nn.mixers import cases
 HEADS = {
     "plain": {},
     "rotary": {"rotary": 100.0},
-    "normed": {"qk_norm": True, "head_dim": 16},  # of two features the norm keeps little but their rounding
-    "window": {"mask": SlidingWindow(2)},  # in a cache that its pieces overflow
+    "normed": {"qk_norm": True, "head_dim": 16},  # with two features the norm leaves little but rounding
+    "window": {"mask": SlidingWindow(2)},  # with a cache that overflows
     "sinks": {"sinks": True, "score_mod": ALiBi(alibi_slopes(4))},
 }
 ATTENTION = {name: MultiHeadAttention(4, **({"mask": Causal()} | fields)) for name, fields in HEADS.items()}

@@ -1,4 +1,4 @@
-"""The matrices of a user's model; of attnlab's own layers they are in mixers/test_parameters.py."""
+"""Matrices of a user's model; mixers/test_parameters.py tests those of attnlab's own layers."""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from attnlab.nn.matrices import Matrix, matrices_of
 
 
 class Model(nn.Module):
-    """Layers of Flax, and a parameter of its own, of which its class has a table."""
+    """Flax layers, and a parameter that the model's `matrices` method describes."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -21,7 +21,7 @@ class Model(nn.Module):
         return {"own": Matrix(fused=(features,))}
 
 
-def test_matrices_of_a_users_model_are_neither_embeddings_depthwise_kernels_nor_the_logits_layer():
+def test_matrices_of_user_model_exclude_embeddings_depthwise_and_logits():
     found = matrices_of(Model(), np.zeros((1, 5), np.int32))
     assert found == {
         "convolution/kernel": Matrix((-3, -2)),

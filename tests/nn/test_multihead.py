@@ -33,14 +33,14 @@ def test_parameters_are_interchangeable_with_flax(use_bias, qk_norm, memory, flo
     theirs = flax.linen.MultiHeadDotProductAttention(num_heads=4, use_bias=use_bias, normalize_qk=qk_norm)
     params = parameters(theirs, X, memory)
     assert shapes(jax.eval_shape(ours.init, jax.random.key(2), X, memory)) == shapes(params)
-    # In float64, as flax's variance, E[x²] − E[x]², loses in float32 what two features that are near each other differ.
+    # In float64, because flax's variance, E[x²] − E[x]², cancels in float32 if a head's two features are close.
     x, memory = (None if given is None else given.astype(np.float64) for given in (X, memory))
     results = jax.jit(lambda params: [module.apply(params, x, memory) for module in (ours, theirs)])(params)
     np.testing.assert_allclose(*results, rtol=1e-9)
 
 
 @pytest.mark.parametrize("module", [MultiHeadAttention(4), LatentAttention(2, 6, 4, 2, 4)])
-def test_lengths_and_masks_of_field_and_call_are_one_mask(module):
+def test_lengths_and_masks_in_field_and_call_combine(module):
     params, lengths = parameters(module, X), np.array([3, 6])
     causal = module.clone(mask=Causal())
 
@@ -83,7 +83,7 @@ def test_sinks_start_at_zero_and_take_weight():
         ({"num_heads": 3}, {}, "width 8 .* 3 heads"),
         ({"kv_heads": 3}, {}, "num_heads = 4 .*kv_heads = 3"),
         ({}, {"inputs_kv": MEMORY, "cache": EMPTY}, "cache is for self-attention"),
-        ({}, {"positions": np.arange(6), "cache": EMPTY}, "cache .*leave out positions"),
+        ({}, {"positions": np.arange(6), "cache": EMPTY}, "cache .*remove positions"),
         ({}, {"cache": KVCache.empty(2, 8, 4, 3)}, r"key has shape \(2, 8, 4, 3\), .*4, 2\): make it with init_cache"),
         ({}, {"cache": KVCache.empty(2, 8, 4, 2, int)}, "cache.key has type int"),
         ({}, {"cache": EMPTY._replace(length=np.array([0]))}, r"cache.length has shape \(1,\)"),
@@ -91,7 +91,7 @@ def test_sinks_start_at_zero_and_take_weight():
         ({}, {"cache": tuple(EMPTY)}, "cache is a tuple"),
         ({}, {"cache": KVCache.empty(2, 4, 4, 2)}, "6 tokens .* cache of 4"),
         ({}, {"lengths": np.array([6, 7])}, "lengths contains 7, expected 0 to 6"),
-        ({"rotary": 100.0}, {"inputs_kv": MEMORY}, "leave it out for cross-attention"),
+        ({"rotary": 100.0}, {"inputs_kv": MEMORY}, "remove it for cross-attention"),
         ({"forget_gate": True}, {"inputs_kv": X}, "forget_gate needs queries and keys of one sequence"),
         ({"conv": 2}, {"inputs_kv": X}, "conv needs queries and keys of one sequence"),
         ({"conv": 2}, {"cache": EMPTY}, r"expected key, value, length, conv.key, conv.query, conv.value: make"),
@@ -110,7 +110,7 @@ def test_multihead_invalid_argument_raises_one_line(options, call, message, own_
     assert "\n" not in str(error.value)
 
 
-def test_cross_attention_to_the_same_array_equals_that_to_a_copy():
+def test_cross_attention_to_same_array_equals_attention_to_a_copy():
     module, positions = MultiHeadAttention(4, mask=Causal()), np.arange(6) + 2
     apply = functools.partial(module.apply, parameters(module, X), X, positions=positions)
     np.testing.assert_array_equal(apply(X), apply(X.copy()))
@@ -128,7 +128,7 @@ def test_tokens_after_a_cache_without_a_mask_attend_to_all_keys():
 
 
 @pytest.mark.parametrize("module", [slow(module) if module in FULL[1::2] else module for module in FULL])
-def test_full_cache_attends_to_the_newest_positions_in_pieces_of_any_size(module):
+def test_full_cache_attends_to_newest_positions_for_any_chunk_size(module):
     x, windowed = np.random.default_rng(0).standard_normal((2, 12, 8)).astype(np.float32), SlidingWindow(7)
     params, apply = parameters(module, x), jax.jit(module.apply)
     expected = jax.jit(module.clone(mask=windowed).apply)(params, x)
@@ -154,13 +154,13 @@ def test_multihead_backends_have_the_same_gradients(float64, module):
         return jax.grad(lambda params: (module.clone(impl=impl).apply(params, x, mask=mask) ** 2).sum())(params)
 
     tiled, dense = jax.jit(lambda params: [gradient(impl, params) for impl in ("blockwise", "dense")])(params)
-    # As `assert_near` of tests/ops/cases.py: both round each of some hundred sums.
+    # As in `assert_near` of tests/ops/cases.py: both round each of about a hundred sums.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-10), tiled, dense)
     trained = jax.tree.leaves([dense["params"].get(name, []) for name in ("sinks", "forget", "gate")])
     assert trained and all(np.abs(leaf).max() > 1e-3 for leaf in trained)
 
 
-def test_multihead_of_shuffled_tokens_with_their_positions_equals_that_in_order():
+def test_multihead_with_positions_is_equivariant_to_token_order():
     layer = MultiHeadAttention(2, mask=Causal(), rotary=100.0, score_mod=ALiBi(np.array([0.5, 0.25], np.float32)))
     x = np.random.default_rng(0).standard_normal((2, 6, 8)).astype(np.float32)
     order, params = np.array([3, 0, 5, 1, 4, 2]), parameters(layer, x)

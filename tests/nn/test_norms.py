@@ -19,7 +19,7 @@ X = np.random.default_rng(0).normal(3.0, 2.0, (2, 5, 8))
         (RMSNorm(1e-5, plus_one=True), flax.linen.RMSNorm(epsilon=1e-5)),
     ],
 )
-def test_norm_and_gradients_of_its_cubes_equal_flax(ours, theirs, float64):
+def test_norm_and_its_gradients_equal_flax(ours, theirs, float64):
     their_params = jax.tree.map(np.float64, parameters(theirs, X))
     own_params = jax.tree.map(lambda p: p - getattr(ours, "plus_one", 0), their_params)
     assert jax.tree.map(jnp.shape, parameters(ours, X)) == jax.tree.map(jnp.shape, their_params)
@@ -41,7 +41,7 @@ def test_layer_norm_dtype_is_requested_or_wider():
         assert out.dtype == expected
 
 
-def test_new_norms_change_no_scale():
+def test_initial_norm_scales_are_one():
     x = np.array([[3.0, -4.0, 0.0]], np.float32)
     norms = [make_norm(kind, 0.0) for kind in ("rms", "rms_plus_one")]
     for out in jax.jit(lambda key: [norm.init_with_output(key, x)[0] for norm in norms])(jax.random.key(0)):

@@ -53,7 +53,7 @@ def test_rotary_takes_positions_per_sequence():
         (lambda: LearnedPositions(6, 4).init(jax.random.key(0), np.array([4, 6])), "positions contains 6, .*0 to 5"),
     ],
 )
-def test_widths_and_positions_that_do_not_fit_raise_one_line(encode, message, own_errors):
+def test_mismatched_widths_and_positions_raise_one_line(encode, message, own_errors):
     with pytest.raises(ValueError, match=message):
         encode()
 

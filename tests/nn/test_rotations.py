@@ -1,4 +1,4 @@
-"""Rotary positions of a share of the features, and slowed for longer contexts."""
+"""Rotary positions on a fraction of the features, and scaled to longer contexts."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ LONG = {"factor": 8.0, "original_context": 1000}
 turned = jax.jit(rotary, static_argnums=2)
 
 
-def test_rotary_of_a_fraction_leaves_the_last_features():
+def test_rotary_fraction_leaves_last_features_unrotated():
     half = np.asarray(turned(X, np.arange(7), Rotary(base=100.0, fraction=0.5)))
     np.testing.assert_array_equal(half[..., 8:], X[..., 8:])
     np.testing.assert_array_equal(half[..., :8], turned(X[..., :8], np.arange(7), 100.0))
@@ -45,7 +45,7 @@ def test_rotary_scaling_slows_only_slow_pairs(scaling, base, head_dim):
     np.testing.assert_allclose(ratio[turns(plain) < 1 / one_pair], 1 / 8, rtol=1e-6)
 
 
-def test_rotary_llama3_between_is_linear_in_turns():
+def test_rotary_llama3_interpolates_linearly_in_turns():
     plain, slowed = (Rotary(500.0, scaling=kind, **LONG).frequencies(64) for kind in ("none", "llama3"))
     between = (turns(plain) > 1) & (turns(plain) < 4)
     share = (turns(plain[between]) - 1) / 3
@@ -53,7 +53,7 @@ def test_rotary_llama3_between_is_linear_in_turns():
     np.testing.assert_allclose(slowed[between], plain[between] * (share + (1 - share) / 8), rtol=1e-5)
 
 
-def test_rotary_yarn_between_is_linear_in_pairs():
+def test_rotary_yarn_interpolates_linearly_in_pairs():
     options = Rotary(500.0, scaling="yarn", truncate=False, **LONG)
     ratio = options.frequencies(64) / Rotary(500.0).frequencies(64)
     between = ratio[(ratio < 1 - 1e-6) & (ratio > 1 / 8 + 1e-6)]

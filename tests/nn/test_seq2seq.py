@@ -72,4 +72,4 @@ def test_seq2seq_invalid_argument_raises_one_line(own_errors, source, lengths, i
     arguments = [np.array(x) for x in (source, lengths, inputs)]
     jax.eval_shape(lambda params: model.apply(params, np.array([[1, 2, 99]]), np.array([2]), arguments[2] * 0), params)
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda params: model.apply(params, *arguments), params)  # ids with values
+        jax.eval_shape(lambda params: model.apply(params, *arguments), params)  # ids are not traced

@@ -1,4 +1,4 @@
-"""Rules for the names of axes split parameters and activations; without rules nothing is constrained."""
+"""Axis-name rules shard parameters and activations; without rules nothing is constrained."""
 
 import re
 
@@ -33,16 +33,16 @@ def test_matrices_of_mixers_are_split_along_embed_and_heads(kind):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             names = sharding.parameter_names(name, x.ndim)
             assert len(names) == x.ndim
-            # All but columns of heads, and matrices of as few as `rank` or W rows.
+            # Exceptions: projections to one column per head, low-rank factors and short convolutions.
             if path[-1].key == "kernel" and not re.search(r"/(a|b|\w+_up|\w+_down|\w+_conv)/kernel", name):
                 assert "embed" in names, name
             by_head = r"/(query|key|value|gate|out|a|b|decay_up|\w+_conv)/kernel|/(A_log|dt_bias|D)$"
             if "attention" in name and re.search(by_head, name):
                 (at,) = (n for n, axis in enumerate(names) if axis in ("heads", "kv_heads"))
-                assert x.shape[at] % 2 == 0, name  # differential has half as many values, delta_product twice
+                assert x.shape[at] % 2 == 0, name  # differential has half as many values, delta_product twice as many
 
 
-def test_every_matrix_and_bias_of_a_gpt_has_names():
+def test_every_matrix_and_bias_of_gpt_has_axis_names():
     params = jax.eval_shape(MODEL.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"]
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -51,7 +51,7 @@ def test_every_matrix_and_bias_of_a_gpt_has_names():
         assert ("embed" in names) == (path[-1].key in ("kernel", "embedding")), name
 
 
-def test_a_users_jit_with_rules_of_its_own_splits_heads_and_matches_one_device(mesh):
+def test_user_jit_with_own_rules_splits_heads_and_matches_one_device(mesh):
     tokens = np.arange(24).reshape(2, 12)
     params = parameters(MODEL, tokens)
 
@@ -65,7 +65,7 @@ def test_a_users_jit_with_rules_of_its_own_splits_heads_and_matches_one_device(m
     out = run(spread, placed)
     assert out.sharding.spec[0] == "data"
     expected = np.asarray(jax.jit(MODEL.apply)(params, tokens))
-    # Float32 sums of 16 to 64 terms in another order: some units of 6e-8 of the largest logit.
+    # Float32 sums of 16 to 64 terms in another order: a few units of 6e-8 of the largest logit.
     np.testing.assert_allclose(out, expected, atol=1e-6 * np.abs(expected).max())
     text = run.lower(spread, placed).compile().as_text()
     assert "f32[1,12,2,4]" in text and "f32[1,12,4,4]" not in text  # half of the four heads, for half of the batch
@@ -81,7 +81,7 @@ def test_constrain_without_rules_or_mesh_is_the_identity(mesh):
         assert sharding.shards("batch", split) == 2 and sharding.shards("length", split) == 1
 
 
-def test_gathered_parameters_have_gradients_in_shares(mesh):
+def test_gradients_of_gathered_parameters_are_sharded(mesh):
     def loss(params, x):
         with nn.logical_axis_rules(RULES):
             return (x @ sharding.gathered(params)["mlp"]["up"]["kernel"]).sum()

@@ -1,4 +1,4 @@
-"""Stacked layers compute what single ones do, and a policy of `remat` stores what it says."""
+"""Stacked layers compute what single layers do, and `remat` policies store what they name."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ PARAMS = parameters(MODEL, TOKENS)["params"]
 
 @functools.cache
 def value_and_gradient(model):
-    """Of the loss with dropout, compiled once for each model."""
+    """Value and gradient of the loss with dropout, compiled once for each model."""
 
     def loss(params, key):
         options = {"deterministic": False, "dropout_key": key, "targets": TOKENS}
@@ -56,7 +56,7 @@ def test_shapes_of_stacked_layers_keep_their_shardings():
     assert unstack_layers(stacked)["block_0"]["w"].sharding.spec == P("fsdp")
 
 
-def test_stacked_layers_decode_drop_and_sow_as_single_ones_do():
+def test_stacked_layers_decode_drop_and_sow_like_single_layers():
     stacked = {"params": stack_layers(PARAMS)}
 
     @jax.jit
@@ -65,12 +65,12 @@ def test_stacked_layers_decode_drop_and_sow_as_single_ones_do():
         dropped = {"deterministic": False, "dropout_key": jax.random.key(1)}
         return decoded, MODEL.apply(params, TOKENS, **dropped, mutable=["intermediates"])
 
-    # The same operations, compiled into two programs: at most some units of 6e-8 of the logits, up to 16.
+    # The same operations, compiled into two programs: a few roundings, of 6e-8 each, of logits up to 16.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), run({"params": PARAMS}), run(stacked))
 
 
 def saved(model, params):
-    """How many numbers are kept between the forward and the backward pass, besides arguments."""
+    """Count the numbers stored between the forward and backward passes, besides arguments."""
 
     def loss(params):
         return model.apply({"params": params}, TOKENS, targets=TOKENS).sum()
@@ -82,15 +82,15 @@ def saved(model, params):
     return sum(int(np.prod([int(n) for n in s[s.index("[") + 1 : -1].split(",") if n])) for s in shapes)
 
 
-def test_remat_policies_store_less_in_the_order_none_dots_attention_block():
+def test_remat_stores_less_from_none_to_dots_attention_and_block():
     model = GPT.of(**SIZES, attention={"impl": "blockwise"})
     stored = {remat: saved(model.replace(remat=remat), PARAMS) for remat in REMAT}
     assert stored["none"] > stored["dots"] > stored["attention"] > stored["block"]
-    # out, and the max and the log of the sum of two heads
+    # the output, and the running max and log of the sum for each of the two heads
     assert stored["attention"] - stored["block"] == MODEL.config.num_layers * 24 * (16 + 4)
 
 
-def test_traced_targets_out_of_range_have_a_loss_of_nan():
+def test_traced_targets_out_of_range_have_nan_loss():
     targets = np.where(TOKENS < 2, -1, TOKENS)
     losses = np.asarray(jax.jit(lambda targets: MODEL.apply({"params": PARAMS}, TOKENS, targets=targets))(targets))
     assert np.isnan(losses[0, :2]).all() and np.isfinite(losses[0, 2:]).all()
@@ -112,13 +112,13 @@ HYBRID = {"num_layers": 5, "positions": "none", "layers": "attention conv", "mlp
     ],
     ids=lambda x: x if isinstance(x, str) else x.get("layers", "attention"),
 )
-def test_stacked_layers_have_the_loss_and_gradients_of_single_ones(options, remat):
+def test_stacked_layers_have_loss_and_gradients_of_single_layers(options, remat):
     model = GPT.of(**SIZES | options)
     params = parameters(model, TOKENS)["params"]
     expected, slopes = jax.device_get(value_and_gradient(model)(params))
     loss, stacked = jax.device_get(value_and_gradient(model.replace(remat=remat))(stack_layers(params)))
-    # Float32 sums in another order: for each layer some units of 6e-8 of the largest element, which the norms of a
-    # delta rule's short keys amplify.
+    # Float32 sums in another order: per layer, a few units of 6e-8 of the largest element. The delta rule
+    # amplifies them where it normalizes short keys.
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     of_layer = 5e-6 if options.get("layers") == "gated_delta" else 1e-6
     largest = max(np.abs(x).max() for x in jax.tree.leaves(slopes))
@@ -140,14 +140,14 @@ LOCAL = {"local": {"window": 3, "value_residual": True}, "attention": {"value_re
         slow("rwkv7", 1, {}),
     ],
 )
-def test_stacked_layers_have_their_numbers_and_the_first_values(layers, number, options):
+def test_stacked_layers_receive_layer_numbers_and_first_values(layers, number, options):
     model = GPT.of(**SIZES | {"num_layers": number}, layers=layers, mlp_ratio=1.0, **options)
     params = parameters(model, TOKENS)["params"]
     expected, found = (jax.jit(model.apply)({"params": p}, TOKENS) for p in (params, stack_layers(params)))
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_layers_of_unlike_kinds_are_a_stack_for_each_place():
+def test_hybrid_layers_stack_by_position_in_the_pattern():
     model = GPT.of(**SIZES | HYBRID)
     params = parameters(model, TOKENS)["params"]
     stacked = stack_layers(params)
@@ -167,10 +167,10 @@ def test_stacked_layers_read_other_collections():
     assert not np.allclose(single, unedited, atol=1e-3)
 
 
-def test_layers_drop_other_elements_than_each_other():
+def test_dropout_masks_differ_between_layers():
     model = GPT.of(**SIZES, use_bias=True, mlp_ratio=0.0, dropout=0.5)
     params = jax.tree.map(np.zeros_like, parameters(model, TOKENS)["params"])
-    for layer in range(2):  # adds 1 to each feature, or 2 and 0 where half of them are dropped
+    for layer in range(2):  # adds 1 to each feature; when half of them are dropped, 2 or 0
         params[f"block_{layer}"]["attention"]["out"]["bias"] = np.ones(16, np.float32)
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""Versions of code: they change with what a model or an optimizer computes, and with nothing else."""
+"""Code versions change if what a model or an optimizer computes changes, and only then."""
 
 import json
 import linecache
@@ -30,7 +30,7 @@ BASE = OWN.replace("Own", "Base")
 
 
 class Model(nn.Module):
-    """A model of a module of a user's from `[B, T, 2]` to `[B, T, 2]`."""
+    """A model around a user's module, which maps `[B, T, 2]` to `[B, T, 2]`."""
 
     own: type[nn.Module]
 
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 def using(body, out):
-    """A class with a line in its body, and what it computes."""
+    """Source of a class with `body`, and a `__call__` that returns `out`."""
     return f"class Own(nn.Module):\n    {body}\n    def __call__(self, x): return {out}"
 
 
@@ -57,11 +57,11 @@ BOTH = "def gate(x):\n    y, z = jnp.sin(x), jnp.cos(x)\n    return"
 SLOTS = "class H:\n    __slots__ = 'key'\nh = H()\nh.key = "
 CALLBACK = "gate = lambda x: jax.pure_callback({}, x, jax.lax.stop_gradient(x))"
 
-# Cells of a notebook, the last but one of which is edited before it and the last run again.
+# Notebook cells (before, after, own): `before` is edited to `after`, and `own` runs again.
 EDITS = {
     "helper": ("def gate(x): return 0.5 * x", "def gate(x): return x * 2", OWN),
     "alias": ("gate = jnp.zeros_like", "gate = jnp.positive", OWN),
-    "of a module": ("import math\ngate = lambda x: math.sin(1)", "import math\ngate = lambda x: math.cos(1)", OWN),
+    "module attribute": ("import math\ngate = lambda x: math.sin(1)", "import math\ngate = lambda x: math.cos(1)", OWN),
     "literal": ("gate = lambda x: K * x\nK = 0.0", "gate = lambda x: K * x\nK = 1.0", OWN),
     "array": ("W = np.zeros(2)\ngate = lambda x: W * x", "W = np.ones(2)\ngate = lambda x: W * x", OWN),
     "key": ("gate = lambda x: jax.random.uniform(k)\nk = jax.random.key(0)", "k = jax.random.key(1)", OWN),
@@ -90,14 +90,14 @@ EDITS = {
     "factory": ("k = lambda: 0", "k = lambda: 1", using("k: int = dataclasses.field(default_factory=k)", "self.k * x")),
     "partial method": ("K = 0", "K = 1", PARTIAL),
     "private list": ("T = [0]", "T = [1]", using("_t = T", "self._t[0] * x")),
-    "private of an object": ("class H: pass\nh = H()\nh._k = 0", "h._k = 1", using("", "h._k * x")),
+    "private attribute": ("class H: pass\nh = H()\nh._k = 0", "h._k = 1", using("", "h._k * x")),
     "slot": (f"{SLOTS}0", f"{SLOTS}1", using("", "h.key * x")),
     "named tuple": (helper("NamedTuple", 0), helper("NamedTuple", 1), using("", "h.f(x)")),
     "list": (helper("list", 0), helper("list", 1), using("", "h.f(x)")),
     "enum": ("class E(enum.Enum): A = 0", "class E(enum.Enum): A = 1", using("", "E.A.value * x")),
-    "of a function": ("def gate(x): return gate.k * x\ngate.k = 0", "gate.k = 1", OWN),
-    "of a made module": ("h = types.ModuleType('h')\nh.k = 0", "h.k = 1", using("", "h.k * x")),
-    "of a library": ("h = re.compile('a')", "h = re.compile('b')", using("", "bool(h.match('a')) * x")),
+    "function attribute": ("def gate(x): return gate.k * x\ngate.k = 0", "gate.k = 1", OWN),
+    "created module": ("h = types.ModuleType('h')\nh.k = 0", "h.k = 1", using("", "h.k * x")),
+    "library object": ("h = re.compile('a')", "h = re.compile('b')", using("", "bool(h.match('a')) * x")),
     "backward rule": (
         "gate = jax.custom_vjp(jnp.sin)\ngate.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (jnp.cos(x) * g,))",
         "gate = jax.custom_vjp(jnp.sin)\ngate.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (x * g,))",
@@ -108,7 +108,7 @@ EDITS = {
     "branch": ("f = jnp.sin", "f = jnp.cos", using("", "jax.lax.cond(x.sum() > 0, jnp.tan, f, x)")),
 }  # fmt: skip
 
-# What comes before `Own`, and other texts of the same.
+# The cell before `Own`, and rewrites that compute the same.
 FIRST = "K = 0.5\ndef gate(x): return K * x"
 NEUTRAL = {
     "comment": "K = 0.5\ndef gate(x):\n    # half\n    return K * x",
@@ -155,7 +155,7 @@ NEUTRAL = {
 
 
 def run(names, *cells):
-    """Run cells, as of a notebook; the trace of `Own`."""
+    """Run cells as a notebook does, and return the trace of `Own`."""
     for text in cells:
         file = f"<cell {hash(text)}>"
         linecache.cache[file] = len(text), None, text.splitlines(True), file
@@ -164,7 +164,7 @@ def run(names, *cells):
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_edit_changes_the_trace_and_taken_back_restores_it(edit):
+def test_edit_changes_the_trace_and_undo_restores_it(edit):
     before, after, own = EDITS[edit]
     names = {"__name__": "notebook"}
     first = run(names, IMPORTS, before, own)
@@ -172,7 +172,7 @@ def test_edit_changes_the_trace_and_taken_back_restores_it(edit):
     assert run(names, before, own) == first
 
 
-def test_text_that_computes_the_same_has_one_trace():
+def test_equivalent_code_has_the_same_trace():
     names = {"__name__": "notebook"}
     first = run(names, IMPORTS, FIRST, OWN)
     assert [edit for edit, text in NEUTRAL.items() if run(names, text, OWN) != first] == []
@@ -198,7 +198,7 @@ def model(**changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["attention", "latent", "stick_breaking", "linear", "gated_delta"])
-def test_operators_count_as_their_specifications_on_every_platform(kind, monkeypatch):
+def test_operators_trace_as_their_specification_on_every_platform(kind, monkeypatch):
     config = model(layers=kind)
     here = versions.of_model(config, 8, packed=True).trace()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -207,12 +207,12 @@ def test_operators_count_as_their_specifications_on_every_platform(kind, monkeyp
 
 
 @pytest.mark.parametrize("impl", ["dense", "blockwise"])
-def test_implementation_is_no_part_of_a_trace(impl):
+def test_trace_is_independent_of_the_implementation(impl):
     traces = {versions.of_model(model(attention={"impl": each}), 8).trace() for each in (impl, "auto")}
     assert len(traces) == 1
 
 
-def test_optimizer_has_a_trace_of_its_update():
+def test_optimizer_trace_changes_with_its_update():
     params = {"kernel": jax.ShapeDtypeStruct((2, 3), np.float32), "bias": jax.ShapeDtypeStruct((3,), np.float32)}
     first, same, other = (versions.of_optimizer(optax.adam(rate), params) for rate in (0.1, 0.1, 0.2))
     masked = optax.masked(optax.adam(0.1), lambda tree: {"kernel": True, "bias": False})
@@ -233,12 +233,12 @@ def scaled(factor):
     return versions.of_model(Model(lambda: Half(factor)), 8)
 
 
-def test_numbers_decide_where_libraries_have_other_versions():
+def test_numbers_decide_when_library_versions_differ():
     saved = json.loads(json.dumps(scaled(0.5).record()))
     assert scaled(0.5).change(saved) == ""
     assert "its gradient, by " in scaled(0.51).change(saved)
     older = saved | {"libraries": saved["libraries"] | {"jax": "0.1"}, "trace": "of another JAX"}
-    with pytest.warns(UserWarning, match="traced with other versions, jax 0.1 → .*: its numbers are the same"):
+    with pytest.warns(UserWarning, match=r"traced with other versions \(jax 0.1 → .*: its results are the same"):
         assert scaled(0.5).change(older) == ""
     assert "its gradient, by " in scaled(0.505).change(older)
 
@@ -247,21 +247,21 @@ def recorded():
     return versions.of_model(model(layers="attention gated_delta"), 8)
 
 
-def test_record_of_another_attnlab_holds_by_its_numbers():
-    """Of JAX 0.10.2 and an earlier attnlab."""
+def test_record_of_another_attnlab_is_valid_if_numbers_match():
+    """The record was written with JAX 0.10.2 and an earlier attnlab."""
     record = json.loads(RECORD.read_text())
-    with pytest.warns(UserWarning, match="its numbers are the same"):
+    with pytest.warns(UserWarning, match="its results are the same"):
         assert recorded().change(record | {"libraries": record["libraries"] | {"attnlab": "earlier"}}) == ""
 
 
 def test_code_that_depends_on_earlier_calls_is_an_error():
     names = {"__name__": "notebook"}
     run(names, IMPORTS, "N = [0]\ndef gate(x):\n    N[0] += 1\n    return N[0] * x", OWN)
-    with pytest.raises(UserError, match="^two traces of its code differ: let nothing that it computes depend on"):
+    with pytest.raises(UserError, match="^two traces of its code differ: make its results independent of"):
         versions.of_model(Model(names["Own"]), 4).record()
 
 
-def test_callback_counts_by_its_source():
+def test_callbacks_are_compared_by_source():
     names = {"__name__": "notebook"}
     functions = ("np.sin", "np.cos", "lambda x: np.sin(x)", "lambda x: np.cos(x)", "functools.partial(np.add, 1)")
     assert len({run(names, IMPORTS, CALLBACK.format(function), OWN) for function in functions}) == 5
@@ -276,8 +276,8 @@ class Alone(nn.Module):
         return jax.lax.with_sharding_constraint(nn.Embed(8, 2)(tokens), jax.sharding.PartitionSpec("data"))
 
 
-def test_code_that_cannot_be_traced_by_itself_is_told():
-    with pytest.warns(UserWarning, match="edits will not be noticed of what cannot be traced by itself: init"):
+def test_code_that_cannot_be_traced_alone_warns():
+    with pytest.warns(UserWarning, match="edits will go unnoticed in code that cannot be traced alone: init"):
         versions.of_model(Alone(), 4).record()
 
 

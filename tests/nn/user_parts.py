@@ -1,11 +1,11 @@
-"""The file of a user that tests write, and a class that they import."""
+"""A user's file that tests write, and a class that they import."""
 
 from attnlab.nn import CausalConv, custom
 from attnlab.nn.config import KINDS
 
 
 def forget():
-    """All kinds but attnlab's, as in a new process."""
+    """Forget all kinds but attnlab's own, as in a new process."""
     custom._SOURCES.clear()
     for kind in filter(custom.is_custom, list(KINDS)):
         del KINDS[kind]

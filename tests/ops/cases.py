@@ -14,14 +14,14 @@ from attnlab.testing.subject import with_gradients
 
 
 def slow(*values):
-    """A member of a parametrized family that runs with the slow tests."""
+    """A parametrized case that runs with the slow tests."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def draw_mask(rng, batch, heads, q_length, kv_length, depth=2, size=3, dense=True):
     """A random expression of `&`, `|`, `~` over masks of all types, with NumPy arrays.
 
-    `size` is that of blocks, and of windows to the right at most; without `dense` no mask is an array of all pairs.
+    `size` is the block size and the largest right window; without `dense`, no mask is an array of all pairs.
     """
     if depth and rng.random() < 0.5:
         a, b = (draw_mask(rng, batch, heads, q_length, kv_length, depth - 1, size, dense) for _ in range(2))
@@ -68,8 +68,8 @@ class Case:
       seed: the case is `draw(seed)`.
       mask: its mask.
       score_mods: names in `MODS`, in the order of application.
-      arrays: float64 arrays by name, each of which gets a gradient: q, k, v, and bias, sinks, scale and those of the
-        score mods if the call has them.
+      arrays: float64 arrays by name, each with a gradient: q, k, v, and, if the call has them, bias, sinks, scale and
+        the arrays of the score mods.
       positions: q_positions and kv_positions if the call has them.
       dropout_rate: 0 for none.
       block_sizes: for the backends that compute by tiles.
@@ -108,7 +108,7 @@ def _mask_name(mask) -> str:
 
 
 def draw(seed: int, multiple: int = 1) -> Case:
-    """The case of a seed; its lengths are multiples of a number, those of the case itself rounded up."""
+    """The case of `seed`, with its lengths rounded up to multiples of `multiple`."""
 
     def length():
         return -(-int(rng.integers(1, 41)) // multiple) * multiple
@@ -148,7 +148,7 @@ def draw(seed: int, multiple: int = 1) -> Case:
 
 
 def results(arrays, run, impl, dtype, compiled=jax.jit):
-    """out, lse and the gradient of every array, as float64 NumPy arrays, of a call in `dtype`."""
+    """out, lse and the gradient of every array from a call in `dtype`, as float64 NumPy arrays."""
     arrays = {name: np.asarray(x, dtype) for name, x in arrays.items()}
 
     def outputs(arrays):
@@ -156,7 +156,7 @@ def results(arrays, run, impl, dtype, compiled=jax.jit):
 
     def weigh(found):
         mixes = np.random.default_rng(1)
-        # Each element has a weight of its own; a fully masked row has lse −inf and gradient 0.
+        # Each element has its own weight; a fully masked row has lse −inf and gradient 0.
         weights = {name: np.asarray(mixes.normal(size=x.shape), x.dtype) for name, x in found.items()}
         return weights | {"lse": jnp.where(jnp.isfinite(found["lse"]), weights["lse"], 0)}
 
@@ -165,7 +165,7 @@ def results(arrays, run, impl, dtype, compiled=jax.jit):
 
 
 def assert_near(found, expected):
-    """Both round each of some hundred sums; 1e-11 is 5e4 units in the last place of the largest element."""
+    """Both round each of about a hundred sums; 1e-11 is 5e4 units in the last place of the largest element."""
     for name, x in expected.items():
         largest = np.abs(x).max(initial=0, where=np.isfinite(x))
         np.testing.assert_allclose(found[name], x, rtol=1e-11, atol=1e-11 * largest, err_msg=name)

@@ -1,4 +1,4 @@
-"""Calls of Mosaic's kernels in JAX's interpreter of GPU kernels, and how near their results are to dense's."""
+"""Calls of the Mosaic kernels in JAX's interpreter of GPU kernels, compared with dense attention."""
 
 from typing import NamedTuple
 
@@ -22,8 +22,8 @@ class Shape(NamedTuple):
 
 
 def drawn(shape: Shape, learned: dict):
-    """(q, k, v, arrays that have gradients), and weights of out and lse; those of lse are positive, so that the sums
-    over rows do not cancel."""
+    """(q, k, v, learned arrays), and weights of out and lse. The weights of lse are positive, so that sums over rows
+    do not cancel."""
     rng = np.random.default_rng(1)
     lengths = (shape.queries, shape.heads), *[(shape.keys, shape.kv_heads)] * 2, (shape.queries, shape.heads)
     q, k, v, d_out = (rng.normal(size=(shape.batch, *x, shape.features)).astype(jnp.bfloat16) for x in lengths)
@@ -32,7 +32,7 @@ def drawn(shape: Shape, learned: dict):
 
 
 def with_nan(shape: Shape, x, mask, **terms):
-    """x `[B, Tk, Hk, D]`, and NaN for keys that are hidden from all queries."""
+    """x `[B, Tk, Hk, D]`, with NaN for keys that are hidden from all queries."""
     lead, positions = (shape.batch, shape.heads), {name: terms[name] for name in terms if name.endswith("positions")}
     shown = mask.dense(shape.queries, shape.keys, num_heads=shape.heads, batch=lead[:1], **positions)
     shown = np.broadcast_to(shown, (*lead, shape.queries, shape.keys)).any(-2)
@@ -60,9 +60,9 @@ def specified(run, *arguments):
 
 
 def assert_near(found, expected, bound=2**-6):
-    """Weights, outputs and the scores' gradients are rounded to bfloat16, by 2^-9 at most and about 2^-10 in the mean:
-    together 1e-3 to 3e-3 of a result, and 1e-2 of rows with few keys, where do·v and do·o cancel. Of a row and the mean
-    row, one key of 256 is some 3e-2."""
+    """Weights, outputs and score gradients are rounded to bfloat16, by at most 2^-9, and about 2^-10 on average.
+    Relative errors are 1e-3 to 3e-3, and 1e-2 in rows with few keys, where do·v and do·o cancel. A missing key of 256
+    would change a row by about 3e-2 of its size plus the mean size."""
     for name, x in expected.items():
         x, y = np.asarray(x), np.asarray(found[name], np.float64)
         if name == "lse":

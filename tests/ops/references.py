@@ -1,4 +1,4 @@
-"""What other sources compute: the plain files of fla, and stick-breaking attention stick by stick."""
+"""Independent references: fla's naive files, and stick-breaking attention stick by stick."""
 
 import importlib.util
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 
 def naive(name):
-    """fla/ops/`name`/naive.py, loaded by its path: to import the package takes Triton."""
+    """Load fla/ops/`name`/naive.py by its path, because importing the package needs Triton."""
     spec = importlib.util.find_spec("fla")
     path = spec and Path(spec.submodule_search_locations[0], "ops", name, "naive.py")
     if not path or not path.exists():

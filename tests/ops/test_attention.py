@@ -41,7 +41,7 @@ POSITIONS = {"q_positions": np.arange(5, dtype=np.int32), "kv_positions": np.ara
         ({"q_positions": np.arange(4, dtype=np.int32)}, r"q_positions has shape \(4,\), .*\(5,\)"),
         ({"dropout_rate": 0.5}, "needs dropout_key"),
         ({"dropout_rate": 1.0}, r"dropout_rate = 1\.0: .*probability"),
-        ({"impl": "flash"}, "impl = 'flash' .*'cudnn', 'mosaic', 'splash', 'd"),
+        ({"impl": "flash"}, "impl = 'flash' .*'cudnn', 'mosaic', 'fa4', 'splash', 'd"),
         ({"block_sizes": (0, 4)}, r"block_sizes = \(0, 4\)"),
         ({"impl": "dense", "block_sizes": (4, 4)}, "impl = 'dense' .*no tiles"),
         ({"impl": "splash"}, "impl = 'splash' .*tpu, .*cpu; .*'blockw"),
@@ -64,7 +64,7 @@ POSITIONS = {"q_positions": np.arange(5, dtype=np.int32), "kv_positions": np.ara
         ({"q_positions": jnp.array([2**30] * 5)}, "q_positions .*from 1073741824 to 1073741824"),
     ],
 )
-def test_bad_argument_is_one_line_that_names_it(own_errors, arguments, message):
+def test_invalid_argument_raises_one_line_that_names_it(own_errors, arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         attnlab.attention(**({"q": Q, "k": K, "v": K} | arguments))
     assert "\n" not in str(error.value)
@@ -82,7 +82,7 @@ def test_bad_argument_is_one_line_that_names_it(own_errors, arguments, message):
         (lambda: {"score_mod": SoftCap(ones(7))}, r"SoftCap cap has shape \(7,\)"),
     ],
 )
-def test_masks_and_mods_of_wrong_arrays_are_rejected(own_errors, make, message):
+def test_masks_and_mods_with_invalid_arrays_are_rejected(own_errors, make, message):
     with pytest.raises(ValueError, match=message):
         attnlab.attention(Q, K, K, **make())
 
@@ -91,7 +91,7 @@ def test_masks_and_mods_of_wrong_arrays_are_rejected(own_errors, make, message):
     "name, remedy", [("is_causal", r"use mask=masks\.Causal\(\)"), ("droput_rate", "expected one of q, k,")]
 )
 @pytest.mark.parametrize("call", [attnlab.attention, attnlab.explain, attnlab.attention_weights])
-def test_unknown_argument_is_one_line_with_a_remedy(own_errors, call, name, remedy):
+def test_unknown_argument_raises_one_line_with_a_remedy(own_errors, call, name, remedy):
     arguments = (Q, K) if call is attnlab.attention_weights else (Q, K, K)
     with pytest.raises(TypeError, match=f"^{call.__name__} .*'{name}': {remedy}.*$"):
         call(*arguments, **{name: True})
@@ -132,13 +132,13 @@ def test_bool_array_is_a_dense_mask():
 @pytest.mark.parametrize(
     "impl, chosen", [(("cudnn", "blockwise", "dense"), "blockwise"), (("decode", "auto"), "dense")]
 )
-def test_first_backend_of_several_that_can_runs(impl, chosen):
+def test_first_listed_backend_that_supports_the_call_runs(impl, chosen):
     explained = attnlab.explain(Q, K, K, impl=impl)
     assert explained.backend == chosen and explained.rejected.keys() == {*attnlab.implementations()} - {chosen}
     assert jax.eval_shape(functools.partial(attnlab.attention, impl=impl), Q, K, K).shape == Q.shape
 
 
-def test_several_backends_of_which_none_can_are_refused_with_each_reason(own_errors):
+def test_error_for_several_unsupported_backends_gives_each_reason(own_errors):
     with pytest.raises(
         ValueError, match=r"'splash'\) cannot run this: cudnn: it needs a gpu.*; splash: it needs a tpu"
     ):
@@ -241,7 +241,7 @@ def test_sizes_beyond_int32_are_unlimited():
 
 @pytest.mark.parametrize("impl", ["blockwise", "dense"])
 @pytest.mark.parametrize("q, k", [(Q[:, :0], K), (Q, K[:, :0]), (Q[:0], K[:0])], ids=["queries", "keys", "examples"])
-def test_no_tokens_or_examples_have_an_output_of_zeros(impl, q, k):
+def test_empty_inputs_have_zero_outputs(impl, q, k):
     out, lse = attnlab.attention(q, k, k + 1, impl=impl, return_lse=True)
     assert out.shape == q.shape and (out == 0).all()
     assert lse.shape == q.shape[:-1] and (lse == -np.inf).all()
@@ -251,7 +251,7 @@ def test_no_tokens_or_examples_have_an_output_of_zeros(impl, q, k):
     assert all((x == 0).all() for x in gradients)
 
 
-def test_heads_before_tokens_are_a_warning_unless_an_argument_tells():
+def test_heads_before_tokens_warn_unless_arguments_confirm_sizes():
     swapped, few, ids = zeros((2, 4, 32, 8)), zeros((1, 1, 32, 8)), np.zeros(4, np.int32)
     calls = (attnlab.attention, attnlab.linear_attention, attnlab.linear_recurrence, attnlab.stick_breaking_attention)
     for call in calls:
@@ -270,7 +270,7 @@ def test_heads_before_tokens_are_a_warning_unless_an_argument_tells():
 
 
 @pytest.mark.parametrize("impl", [slow("dense"), "blockwise"])
-def test_export_with_a_symbolic_batch_equals_the_direct_call(own_errors, impl):  # annotations say int
+def test_export_with_a_symbolic_batch_equals_the_direct_call(own_errors, impl):  # a symbolic batch is no int
     def run(q, lengths, ids):
         drawn = Dense(np.tri(20, dtype=bool)) & BlockSparse(np.eye(4, dtype=bool), 5)
         mask = (SlidingWindow(3) | PrefixLM(2)) & Padding(lengths) | ~Segments(ids) & drawn
@@ -288,14 +288,14 @@ def test_export_with_a_symbolic_batch_equals_the_direct_call(own_errors, impl): 
     np.testing.assert_allclose(exported.call(*arguments), jax.jit(run)(*arguments), atol=1e-6)
 
 
-def test_first_backend_that_surely_can_runs_also_under_jit():
-    """A traced array does not tell its platform: a kernel alone is then taken at its word, one of several is not."""
+def test_first_surely_supported_backend_runs_under_jit():
+    """A traced array has no known platform: a kernel named alone runs anyway, but one of several is skipped."""
     q = jnp.ones((2, 128, 2, 64), jnp.bfloat16)
     run = jax.jit(lambda q, impl: attnlab.attention(q, q, q, Causal(), impl=impl), static_argnames="impl")
     assert run.lower(q, impl=("cudnn", "splash", "dense")).as_text() == run.lower(q, impl="dense").as_text()
 
 
-def test_explain_takes_arguments_by_position_and_names_the_one_that_rejects_a_backend():
+def test_explain_takes_positional_arguments_and_names_rejections():
     q = jnp.ones((2, 4, 2, 8))
     explained = attnlab.explain(q, q, q, Causal(), None, None, 0.5, None, 0.0, None, None, None, "auto", (2, 2))
     assert explained.backend == "blockwise" and "no tiles" in explained.rejected["dense"]

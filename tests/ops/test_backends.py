@@ -1,4 +1,4 @@
-"""All backends, held to the specification feature by feature, by the check that users have."""
+"""All backends against the specification, feature by feature, with the public checks."""
 
 import functools
 
@@ -11,7 +11,7 @@ from tests.ops.cases import slow
 
 
 def by_tiles(q, **call):
-    """Several ragged tiles of a short call; long ones, whose memory is measured, have the usual sizes."""
+    """Several ragged tiles for short calls; long calls, whose memory is measured, use the default sizes."""
     sizes = (8, 6) if q.shape[1] < 100 else None
     return attention(q, impl="blockwise", block_sizes=sizes, return_lse=True, **call)
 
@@ -21,7 +21,7 @@ def of(impl):
     return lambda **call: attention(impl=impl, return_lse=impl != "splash", **call)
 
 
-# What no other test of `attention` has; the slow rows have all features.
+# Features that no other test of `attention` covers; the slow cases have all features.
 WAYS = ["forget gate", "causal bfloat16", "without jit"]
 OF_DECODING = ["plain", "scale", "padding", "blocks", "mask", "masked rows", "bias", "soft cap", "sinks", "remat"]
 OF_DECODING += ["large scores", "grouped heads", "NaN behind the mask", "lse", "shifted rows", "bfloat16", "vmap"]
@@ -39,7 +39,7 @@ STEP, KERNEL = Shape(2, 3, 40, 4, 2, 8), Shape(2, 256, 256, 4, 2, 128)
         pytest.param(of("splash"), ["window", "sinks", "bfloat16"], KERNEL, id="splash", marks=pytest.mark.slow),
     ],
 )
-def test_backend_is_right_in_its_features(function, features, shape, monkeypatch):
+def test_backend_matches_specification_in_its_features(function, features, shape, monkeypatch):
     interpreted = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
     monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", interpreted)
     report = check_attention(function, features=features, shapes=[shape], cases=len(features))
@@ -58,7 +58,7 @@ def test_backend_is_right_in_its_features(function, features, shape, monkeypatch
     ],
     ids=["chunked, one", "recurrent, one", "parallel, some", "chunked", "recurrent", "parallel"],
 )
-def test_form_of_the_recurrence_is_right_in_all_features(impl, features):
+def test_recurrence_form_matches_specification_in_its_features(impl, features):
     function = functools.partial(linear_recurrence, impl=impl, return_state=True)
     report = check_recurrence(function, features=features, cases=len(features))
     assert [row.feature for row in report.rows if row.outcome != "right"] == [], str(report)

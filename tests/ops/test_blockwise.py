@@ -17,12 +17,12 @@ from tests.ops.cases import slow
 
 ALL = [cases.draw(seed) for seed in range(320)]
 QUICK = {54, 80, 172, 295}  # together they use each feature
-# With these, and few exceptions, each pair of features that any case uses.
+# With these, nearly all pairs of features that any case uses.
 PAIRS = {11, 12, 13, 16, 17, 19, 20, 27, 35, 37, 71, 84}
 
 
 def marked():
-    """The quick cases run always, some of the others with the slow tests, all with the campaigns."""
+    """Quick cases always run, some others run with the slow tests, and all run with the campaigns."""
     marks = {**dict.fromkeys(QUICK, ()), **dict.fromkeys(PAIRS, pytest.mark.slow)}
     return [pytest.param(case, marks=marks.get(case.seed, pytest.mark.campaign), id=str(case)) for case in ALL]
 
@@ -51,7 +51,7 @@ def test_half_precision_errs_at_most_twice_as_much_as_dense(dtype, block_sizes):
         exact = cases.results(arrays, run, "dense", jnp.float64)
     dense, tiled = (cases.results(arrays, run, impl, dtype) for impl in ("dense", "blockwise"))
     for name, x in exact.items():
-        # Of the four numbers of the sinks, errors do not average: each may be rounded once more, by half a unit.
+        # The errors of four sinks do not average out: each may be rounded once more, by half a unit.
         rounding = np.linalg.norm(x) * float(jnp.finfo(dtype).eps) / 2 if x.size < 10 else 0
         assert np.linalg.norm(tiled[name] - x) <= 2 * np.linalg.norm(dense[name] - x) + rounding, name
 
@@ -61,7 +61,7 @@ def sample(*shape, heads=2, dim=8, dtype=np.float32):
 
 
 def from_row(x, start, value):
-    """x with a value in all rows from `start` on."""
+    """`x` with `value` in all rows from `start` on."""
     return np.where(np.arange(len(x))[:, None, None] < start, x, np.float32(value))
 
 
@@ -128,7 +128,7 @@ def test_sink_of_minus_infinity_has_no_effect():
 
 @dataclasses.dataclass(frozen=True)
 class Kept(Mask):
-    """A user's mask, which defines `visible` alone: the keys that an array selects."""
+    """A user's mask that defines only `visible`: the keys that an array selects."""
 
     keep: jax.Array
 
@@ -213,7 +213,7 @@ def test_vmap_and_grad_nest_in_any_order(float64, wrap, outer):
     agree(make, *arguments, run=plain if wrap is plain else jax.jit)
 
 
-def test_vmap_over_other_arguments_than_the_vmap_within_matches_dense(float64):
+def test_nested_vmaps_over_different_arguments_match_dense(float64):
     *arrays, terms = everything(3)
     many = jax.tree.map(lambda x: np.stack([x, x + 1]), terms)
 

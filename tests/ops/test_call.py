@@ -32,5 +32,5 @@ def test_replaced_fields_keep_the_structure_and_the_rest():
         CALL.q = K
 
 
-def test_sizes_of_a_call():
+def test_call_reports_its_sizes():
     assert (CALL.batch, CALL.lengths, CALL.num_heads) == ((2,), (5, 7), 4)

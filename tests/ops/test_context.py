@@ -49,7 +49,7 @@ TERMS["function mod"] = {"mask": Causal(), "score_mod": MODS["function"]}
 TERMS["dropout"] = {"dropout_rate": 0.4, "dropout_key": jax.random.key(1)}
 TERMS["sinks"] = {"mask": Causal(), "sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)}
 TERMS["everything"] = {
-    # Each mask decides alone for some pairs.
+    # For some pairs each mask decides alone.
     "mask": (MASKS["segments"] | MASKS["window"] | MASKS["prefix"])
     & (MASKS["padding"] | MASKS["blocks"])
     & (MASKS["dense"] | MASKS["function"]),
@@ -84,7 +84,7 @@ def mesh_of(data=1, tensor=1, context=1, kind=AxisType.Auto):
 
 
 def assert_equal(found, expected):
-    # Sums of 32 terms in another order: some units in the last place of the largest element.
+    # Sums of 32 terms in another order: a few units in the last place of the largest element.
     compare = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     jax.tree.map(compare, found, expected)
 
@@ -94,7 +94,7 @@ def unsplit(terms):
     return gradients(functools.partial(attend, **TERMS[terms], impl="dense", block_sizes=None))(*arrays())
 
 
-# All at once; alone what depends on the example and the head.
+# Everything at once; separately, the terms that depend on the example and the head.
 BOTH = ["everything", "function mod", "dropout"]
 SHAPES = {(1, 2, 2): [*BOTH, "sinks"], (2, 1, 2): ["everything"], (2, 2, 1): ["everything", "blocks mask"]}
 
@@ -107,7 +107,7 @@ SHAPES = {(1, 2, 2): [*BOTH, "sinks"], (2, 1, 2): ["everything"], (2, 2, 1): ["e
         for terms in names
     ],
 )
-def test_shards_within_shard_map_see_the_indices_of_the_whole_call(shape, terms):
+def test_shards_in_shard_map_use_indices_of_the_whole_call(shape, terms):
     mesh, options = mesh_of(*shape), {name: x for name, x in TERMS[terms].items() if name != "sinks"}
     axis, spec = "context" if shape[2] > 1 else None, P("data", "context", "tensor")
     sinks = {name: x for name, x in TERMS[terms].items() if name == "sinks"}
@@ -122,8 +122,8 @@ def test_shards_within_shard_map_see_the_indices_of_the_whole_call(shape, terms)
     assert_equal(gradients(lambda q, k, v: split(q, k, v, sinks))(*arrays()), unsplit(terms))
 
 
-def test_positions_bias_and_one_key_of_dropout_within_shard_map():
-    """Positions and bias are shards, and the key drops the weights that it drops in the whole call."""
+def test_positions_bias_and_dropout_key_in_shard_map_equal_whole_call():
+    """Positions and bias are sharded, and the key drops the same weights as in the whole call."""
     spec, options = P(None, "context"), {"dropout_rate": 0.4, "dropout_key": jax.random.key(1)}
     positions, bias = np.arange(LENGTH)[::-1] * 2, rng.normal(size=(LENGTH, LENGTH)).astype(np.float32)
 
@@ -147,7 +147,7 @@ def test_positions_bias_and_one_key_of_dropout_within_shard_map():
 
 @dataclasses.dataclass(frozen=True)
 class OfRows(ScoreMod):
-    """Adds a number for each query, and one for each key."""
+    """Adds a number for each query, and subtracts one for each key."""
 
     rows: jax.Array
 
@@ -157,7 +157,7 @@ class OfRows(ScoreMod):
 
 @dataclasses.dataclass(frozen=True)
 class Inner(Mask):
-    """A mask within another."""
+    """A mask that wraps another."""
 
     mask: Mask
 
@@ -165,13 +165,13 @@ class Inner(Mask):
         return self.mask.visible(tile)
 
 
-def test_masks_and_mods_of_users_take_from_arrays_of_the_whole_call():
+def test_user_masks_and_mods_index_arrays_of_the_whole_call():
     mask = Causal() & Inner(Segments(np.arange(LENGTH) // 7))
     run = functools.partial(attend, mask=mask, score_mod=OfRows(jnp.asarray(8 * UP_TO_ONE[::4])))
     assert_equal(in_context(run)(*arrays()), jax.jit(run)(*arrays()))
 
 
-def test_layout_within_shard_map_is_that_of_the_whole_call():
+def test_layout_in_shard_map_equals_layout_of_the_whole_call():
     mesh, spec, told = mesh_of(context=4), P(None, "context"), []
     whole = jax.ShapeDtypeStruct((1, 2**18, 8, 64), jnp.bfloat16)
 
@@ -186,7 +186,7 @@ def test_layout_within_shard_map_is_that_of_the_whole_call():
     assert told[0] == told[1] and "zigzag" in told[0]
 
 
-def test_function_that_closes_over_traced_arrays_leaves_the_rest_of_a_conjunction_known():
+def test_mask_function_over_traced_arrays_keeps_other_terms_static():
     def told(q, limit):
         mask = Causal() & MaskFn(lambda b, h, i, j: j < limit[h])
         answers.append(attnlab.explain(q, q, q, mask).split)
@@ -211,7 +211,7 @@ def test_split_call_equals_unsplit_call(terms, kind):
 
 
 def in_context(function, axis="context", **options):
-    """`function` on a mesh of four devices, in a context."""
+    """Run `function` on a mesh of four devices, within `context_parallel`."""
 
     def run(*args):
         with jax.set_mesh(mesh_of(context=4)), attnlab.context_parallel(axis, **options):
@@ -235,18 +235,18 @@ def test_compiled_function_is_traced_again_in_another_context():
         assert "all_gather" in within and run.lower(*arrays()).as_text() == before
 
 
-def test_explain_tells_the_layout():
+def test_explain_reports_the_layout():
     def explained(mask, **options):
         shape, answers = jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.bfloat16), []
         with jax.set_mesh(mesh_of(context=4)), attnlab.context_parallel("context"):
             jax.eval_shape(lambda q: answers.append(attnlab.explain(q, q, q, mask, **options)), shape)
         return answers[0]
 
-    zigzag = "over 4 devices, keys gathered, rows in zigzag order: the busiest computes 1.00 of the mean"
+    zigzag = "over 4 devices, keys gathered, rows in zigzag order: the busiest computes 1.00 times the mean"
     assert str(explained(Causal())).startswith(f"runs blockwise {zigzag}")
-    assert explained(None).split == "over 4 devices, keys gathered: the busiest computes 1.00 of the mean"
+    assert explained(None).split == "over 4 devices, keys gathered: the busiest computes 1.00 times the mean"
     backend, rejected = explained(Causal(), platform="tpu")
-    assert backend == "blockwise" and "a part of a call" in rejected["splash"]
+    assert backend == "blockwise" and "one shard of a call" in rejected["splash"]
 
 
 @pytest.mark.parametrize(
@@ -255,11 +255,11 @@ def test_explain_tells_the_layout():
         ({"axis": "sequence"}, "'sequence', .*'data', 'tensor', 'context'"),
         ({"length": 30}, "30 queries .*4 devices .*'context'"),
         ({"heads": "context"}, "names 'context', 'context'"),
-        ({"way": "ring"}, "no argument 'way': leave it out, every device gathers all keys"),
+        ({"way": "ring"}, "no argument 'way': remove it, every device gathers all keys"),
     ],
     ids=str,
 )
-def test_what_cannot_be_split_is_refused_in_one_line(options, message):
+def test_unsplittable_call_raises_one_line(options, message):
     length, run = options.pop("length", LENGTH), functools.partial(attnlab.attention, mask=Causal())
     with pytest.raises((ValueError, TypeError)) as error:
         in_context(run, **options)(*arrays(length=length))
@@ -278,7 +278,7 @@ DOCUMENTS = np.searchsorted(np.sort(np.random.default_rng(0).integers(0, 32768, 
     ],
     ids=["causal", "window", "documents"],
 )
-def test_rows_are_in_zigzag_order_where_that_is_more_even(mask, is_zigzag, imbalance):
+def test_rows_are_in_zigzag_order_if_that_balances_work_better(mask, is_zigzag, imbalance):
     layout = layouts.choose(mask, (32768, 32768), 8, costs=CPU)
     assert layout.is_zigzag == is_zigzag and layout.imbalance <= imbalance
     rows = layout.rows(32768)

@@ -65,10 +65,10 @@ def bounds(features, embedding, targets, g, rounding):
     """Bounds on the errors of float32 sums of products, with gradients of logits rounded by `rounding`."""
     x, e, g = (np.abs(np.asarray(a, np.float64)) for a in (features, embedding, g))
     sizes = x @ e.T  # Σ_f |x_f e_f|
-    # A logit is a sum of WIDTH terms, an lse one of VOCAB terms; each rounding errs by 2^-24 of what is summed. The
+    # A logit is a sum of WIDTH terms, an lse a sum of VOCAB terms; each rounding errs by 2^-24 of what is summed. The
     # other roundings (of exp, of log, of the difference) are a few units of 2^-24 of their results.
     value = 2.0**-24 * (2 * (WIDTH + 4) * sizes.max(-1) + VOCAB + 8 + 4 * np.log(VOCAB))
-    # Logits of a narrow type are rounded to it: a logit and the lse move by the largest rounding of a logit at most.
+    # Logits of a narrow type are rounded to it: a logit and the lse each move by at most its largest rounding.
     value += 2 * rounding * sizes.max(-1) if rounding > 2.0**-24 else 0
     p = np.exp(np.asarray(features, np.float64) @ np.asarray(embedding, np.float64).T)
     p /= p.sum(-1, keepdims=True)
@@ -87,7 +87,7 @@ def bounds(features, embedding, targets, g, rounding):
 
 
 @pytest.mark.parametrize("dtype, chunk", [(jnp.float32, None), (jnp.bfloat16, 4), (jnp.float16, None)])
-def test_narrow_types_err_by_their_roundings_alone(dtype, chunk):
+def test_narrow_types_err_only_by_rounding(dtype, chunk):
     arguments = inputs(dtype)
     results = ours(chunk)(*arguments)
     assert [x.dtype for x in results] == [jnp.float32, dtype, dtype]
@@ -100,7 +100,7 @@ def test_narrow_types_err_by_their_roundings_alone(dtype, chunk):
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
-def test_rounded_logits_err_as_rounded_features(chunk):
+def test_bfloat16_error_is_within_five_roundings(chunk):
     rng = np.random.default_rng(0)
     features, embedding = rng.standard_normal((1, 200, 64)), rng.standard_normal((300, 64)) / 8
     targets, g = rng.integers(0, 300, (1, 200)).astype(np.int32), np.ones((1, 200), np.float32)
@@ -109,8 +109,8 @@ def test_rounded_logits_err_as_rounded_features(chunk):
     rounded = reference(features, embedding, targets, g, 300)
     for result, inherited, expected in zip(ours(chunk)(features, embedding, targets, g), rounded, exact):
         errors = [np.linalg.norm(np.asarray(x, np.float64) - expected) for x in (result, inherited)]
-        # Variances add: in units of one rounding two from the operands, one each from logits, from their gradients and
-        # from the results.
+        # Variances add: in units of one rounding, two from the operands, and one each from the logits, their gradients
+        # and the results.
         assert errors[0] <= math.sqrt(5 / 2) * errors[1]
 
 
@@ -140,7 +140,7 @@ def test_random_calls_with_padding_and_cap_equal_float64_formulas(float64, chunk
 
 
 def with_offset(losses, logits, targets, offset):
-    """Losses, and gradients of logits that are features of an identity embedding with one more feature, `offset`."""
+    """Losses and gradients of `logits`, the features of an identity embedding with one more column, `offset`."""
     features = jnp.concatenate([logits, jnp.ones((*logits.shape[:-1], 1))], axis=-1)
     embedding = jnp.eye(VOCAB, VOCAB + 1) + offset * jnp.eye(1, VOCAB + 1, VOCAB)
     found, back = jax.vjp(lambda features: losses(features, embedding, targets), features)
@@ -181,7 +181,7 @@ def test_any_batch_axes_and_length_have_a_loss(shape):
     np.testing.assert_allclose(losses, np.full(shape, math.log(VOCAB)), atol=VOCAB * 2.0**-24 * 6)
 
 
-def test_targets_of_any_integer_type_give_one_result():
+def test_targets_of_any_integer_type_give_the_same_result():
     features, embedding, targets, _ = inputs()
     embedding = np.tile(embedding, (20, 1))  # more ids than one byte holds
     run = jax.jit(functools.partial(cross_entropy, chunk=4))
@@ -190,7 +190,7 @@ def test_targets_of_any_integer_type_give_one_result():
         np.testing.assert_array_equal(run(features, embedding, np.asarray(targets).astype(dtype)), expected)
 
 
-def test_traced_target_out_of_range_has_nan_loss_alone():
+def test_only_traced_target_out_of_range_has_nan_loss():
     features, embedding, targets, g = inputs()
     wrong = targets.copy()
     wrong[[0, 1, 2], [0, 3, 9]] = -1, VOCAB - 1, VOCAB
@@ -215,7 +215,7 @@ def test_vmap_matches_batch_axes():
 
 
 @pytest.mark.parametrize("within, chunk", [(True, 4), (False, 4), slow(True, None), slow(False, None)])
-def test_gradient_within_and_of_shard_map_sums_that_of_the_shared_embedding(within, chunk):
+def test_gradient_in_and_of_shard_map_sums_over_shared_embedding(within, chunk):
     losses, rows = functools.partial(cross_entropy, chunk=chunk), P("data")
     shard_map = functools.partial(jax.shard_map, mesh=jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,)))
     if within:
@@ -241,7 +241,7 @@ def test_sharded_batch_needs_no_all_gather(chunk, kind):
 
 
 def shapes(jaxpr):
-    """The shapes of all arrays that a jaxpr computes, inner ones included."""
+    """The shapes of all arrays that a jaxpr computes, including those of inner jaxprs."""
     for equation in jaxpr.eqns:
         yield from (x.aval.shape for x in equation.outvars)
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
@@ -250,14 +250,14 @@ def shapes(jaxpr):
 
 
 @pytest.mark.parametrize("chunk", [4, 9])
-def test_gradient_holds_logits_of_a_chunk_alone(chunk):
+def test_gradient_holds_logits_of_only_one_chunk(chunk):
     def largest(chunk):
         losses = functools.partial(cross_entropy, chunk=chunk)
         jaxpr = jax.make_jaxpr(functools.partial(with_gradients, losses))(*inputs())
         return max(math.prod(shape) for shape in shapes(jaxpr.jaxpr))
 
     assert largest(LENGTH) == BATCH * LENGTH * VOCAB, "logits are not counted"
-    # Features are padded to whole chunks, so hold up to twice their size.
+    # Features are padded to whole chunks, so they hold up to twice their size.
     assert largest(chunk) <= max(BATCH * chunk * VOCAB, 2 * BATCH * LENGTH * WIDTH) < BATCH * LENGTH * VOCAB
 
 
@@ -296,7 +296,7 @@ def test_chunk_size_is_the_length_or_the_largest_power_of_two(dtype, most, rows,
         ({"chunk": 2.5}, r"chunk = 2\.5"),
     ],
 )
-def test_bad_argument_is_one_line(own_errors, change, message):
+def test_invalid_argument_raises_one_line(own_errors, change, message):
     features, embedding, targets, _ = inputs()
     arguments = {"features": features, "embedding": embedding, "targets": targets} | change
     with pytest.raises(ValueError, match=message) as error:

@@ -1,4 +1,4 @@
-"""cuDNN is chosen where it honours every argument, and only there; what surrounds its kernel is right."""
+"""cuDNN is chosen only if it honours every argument, and the code around its kernel is right."""
 
 import functools
 
@@ -35,10 +35,10 @@ def test_supported_calls_choose_cudnn_on_a_gpu(mask, dtype):
         ({"q": Q.astype(jnp.float16)}, "one type"),
         ({"v": K[..., :32]}, "heads of 64 and 32 features"),
         ({"q": Q[..., :60], "k": K[..., :60], "v": K[..., :60]}, "heads of 60 and 60 features"),
-        ({"mask": SlidingWindow(10, 10)}, "of masks it supports"),
-        ({"mask": Segments(np.zeros(200, np.int32))}, "of masks it supports"),
-        ({"mask": ~Padding(7)}, "of masks it supports"),
-        ({"mask": Causal() | Padding(7)}, "of masks it supports"),
+        ({"mask": SlidingWindow(10, 10)}, "the masks it supports"),
+        ({"mask": Segments(np.zeros(200, np.int32))}, "the masks it supports"),
+        ({"mask": ~Padding(7)}, "the masks it supports"),
+        ({"mask": Causal() | Padding(7)}, "the masks it supports"),
         ({"mask": SlidingWindow(left=10) & Padding(7)}, "no SlidingWindow with Padding"),
         ({"q": Q[:, :199], "mask": Padding(7)}, "with Padding, lengths (199, 200) must be even"),
         ({"score_mod": SoftCap(2.0)}, "no score mods"),
@@ -61,26 +61,26 @@ NEW = {"padding": {"mask": Padding(LENGTHS)}, "causal padding": {"mask": Padding
 
 
 @pytest.mark.parametrize("terms", NEW.values(), ids=NEW)
-def test_what_has_not_run_on_a_gpu_runs_only_when_named(terms):
+def test_cases_untested_on_a_gpu_run_only_when_cudnn_is_named(terms):
     q, k = np.zeros((2, 256, 4, 64), jnp.bfloat16), np.zeros((2, 256, 2, 64), jnp.bfloat16)
     chosen = attnlab.explain(q, k, k, **terms)
-    assert chosen.backend == "blockwise" and "runs when named" in chosen.rejected["cudnn"]
+    assert chosen.backend == "blockwise" and "runs only if named" in chosen.rejected["cudnn"]
     for impl in ("cudnn", ("cudnn", "blockwise"), ("cudnn", "auto")):
         assert attnlab.explain(q, k, k, impl=impl, **terms).backend == "cudnn"
 
 
-def test_heads_of_more_than_128_features_need_hopper_and_the_name(monkeypatch):
+def test_heads_over_128_features_need_hopper_and_cudnn_by_name(monkeypatch):
     wide = np.zeros((2, 256, 2, 256), jnp.bfloat16)
     assert "multiples of 8 up to 128" in attnlab.explain(wide, wide, wide).rejected["cudnn"]
     monkeypatch.setattr(cudnn, "is_hopper", lambda *arrays: True)
     chosen = attnlab.explain(wide, wide, wide)
-    assert chosen.backend == "blockwise" and "more than 128 features: it runs when named" in chosen.rejected["cudnn"]
+    assert chosen.backend == "blockwise" and "more than 128 features: it runs only if named" in chosen.rejected["cudnn"]
     assert attnlab.explain(wide, wide, wide, impl="cudnn").backend == "cudnn"
 
 
 @pytest.fixture
 def by_xla(monkeypatch):
-    """JAX's own implementation in the kernel's place, so that this CPU computes all around it."""
+    """Replace the kernel with JAX's XLA implementation, so that this CPU runs the code around it."""
     attend = jax.nn.dot_product_attention
     monkeypatch.setattr(
         jax.nn, "dot_product_attention", lambda *args, **options: attend(*args, **options | {"implementation": "xla"})

@@ -1,4 +1,4 @@
-"""Steps of decoding: few queries against many keys, of which some are hidden by values that are traced."""
+"""Decoding steps: few queries against many keys, some of them hidden by traced lengths or masks."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def with_gradients(q, k, v, lengths):
 
 
 def from_key(x, start, value):
-    """x with a value in the keys of the first example from `start` on."""
+    """`x` with `value` in the first example's keys from `start` on."""
     hidden = (np.arange(2) == 0)[:, None] & (np.arange(40) >= start)
     return np.where(hidden[..., None, None], x.dtype.type(value), x)
 
@@ -52,7 +52,7 @@ def test_steps_of_few_queries_equal_the_formula(float64, queries, heads, kv_head
 
 @pytest.mark.parametrize("queries, heads, kv_heads", [(1, 4, 2), (3, 6, 2)])
 def test_hidden_keys_change_no_bit_of_results_and_gradients(queries, heads, kv_heads):
-    """They are behind the first example's length, where the second has keys."""
+    """The hidden keys are beyond the first example's length, where the second example has keys."""
     q, k, v = (x.astype(np.float32) for x in sample(queries, heads, kv_heads))
     expected = with_gradients(q, k, v, LENGTHS)
     for hidden in (np.nan, np.inf, 1e3):
@@ -60,11 +60,11 @@ def test_hidden_keys_change_no_bit_of_results_and_gradients(queries, heads, kv_h
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_keys_hidden_by_a_mask_of_each_head_change_no_bit_where_all_heads_that_read_them_hide_them():
+def test_keys_hidden_from_all_heads_of_a_group_change_no_bit():
     q, k, v = (x.astype(np.float32) for x in sample(1, 4, 2))
     masked = jax.jit(lambda k, v, hidden: attention.attention(q, k, v, ~hidden, impl="decode"))
     hidden = np.zeros((2, 4, 1, 40), bool)
-    hidden[:, :2, :, 10:] = True  # the heads 0 and 1 read key-value head 0
-    hidden[:, 0, :, 5:10] = True  # which head 1 sees
+    hidden[:, :2, :, 10:] = True  # heads 0 and 1 read key-value head 0
+    hidden[:, 0, :, 5:10] = True  # head 1 attends to these
     changed = [np.where((np.arange(2) == 0)[:, None] & (np.arange(40) >= 10)[:, None, None], np.nan, x) for x in (k, v)]
     np.testing.assert_array_equal(masked(*changed, hidden), masked(k, v, hidden))

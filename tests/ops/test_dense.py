@@ -60,7 +60,7 @@ def test_lse_of_fully_masked_row_with_sink_is_the_sink():
 
 
 @pytest.mark.slow
-def test_derivatives_of_second_order_match_differences(float64):
+def test_second_order_derivatives_match_finite_differences(float64):
     q, k, v = (jnp.asarray(x) for x in sample(3, 4, 4, 2, 1, 3, 3))
     sinks, bias = jnp.array([0.1, -0.2]), jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4)))
 

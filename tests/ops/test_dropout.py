@@ -13,7 +13,7 @@ INDICES = np.ogrid[:4, :128, :256]
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def keep(seed, rate, count=None):
-    """What is kept with the key of a seed, or several keys."""
+    """Kept elements for the key of `seed`, or for `count` keys split from it."""
     key = jax.random.key(seed)
     return dropout.keep(key if count is None else jax.random.split(key, count), rate, *INDICES)
 
@@ -21,7 +21,7 @@ def keep(seed, rate, count=None):
 def test_share_of_dropped_elements_is_the_rate():
     rate = 0.1
     kept = np.asarray(keep(0, rate, 4))
-    # 524,288 fair draws: five standard deviations of their mean.
+    # 524,288 independent draws: five standard deviations of their mean.
     assert abs(kept.mean() - (1 - rate)) < 5 * np.sqrt(rate * (1 - rate) / kept.size)
 
 
@@ -62,6 +62,6 @@ def test_kept_elements_are_scaled_to_keep_the_mean():
     assert abs(x.mean() - 1) < 0.02
 
 
-def test_keys_with_other_axes_raise():
+def test_keys_with_wrong_batch_axes_raise():
     with pytest.raises(ValueError, match=r"batch axes \(3,\), .*\(2,\)"):
         jax.eval_shape(lambda: dropout.per_example(jax.random.split(jax.random.key(0), 3), (2,)))

@@ -1,7 +1,7 @@
-"""Which keys are inert, in every backend: those hidden from all queries of their example and head, whatever they hold.
+"""In every backend, a key hidden from all queries of its example and head is inert, whatever it holds.
 
-A key that some query sees is not: products with its NaN reach rows that do not see it, as 0 · NaN is NaN, in outputs
-through v, in gradients through k. It stays within its example and head.
+A key visible to some query is not: its NaN also reaches rows that do not attend to it, because 0 · NaN is NaN, in
+outputs through v and in gradients through k. It stays within its example and head.
 """
 
 import functools
@@ -58,7 +58,7 @@ def test_key_hidden_from_all_queries_of_its_head_changes_no_bit(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nan_in_a_key_that_is_seen_reaches_its_own_example_and_head_alone(backend):
+def test_nan_in_visible_key_stays_within_its_example_and_head(backend):
     q, k, v = arrays()
     expected = results(backend, q, k, v)
     row = int(np.argmin(HIDDEN[1, 0, 20:])) + 20

@@ -171,7 +171,7 @@ def test_small_features_keep_values_and_gradients_finite(form):
         ({"chunk_size": 2.5}, r"chunk_size = 2\.5"),
     ],
 )
-def test_bad_argument_is_one_line(own_errors, change, message):
+def test_invalid_argument_raises_one_line(own_errors, change, message):
     q, k, v = inputs(9)
     with pytest.raises(ValueError, match=message) as error:
         linear_attention(**({"q": q, "k": k, "v": v} | change))

@@ -1,4 +1,4 @@
-"""Mosaic takes what its kernels honour, and "auto" takes it on Hopper; in JAX's interpreter its numbers are dense's."""
+"""Mosaic accepts what its kernels honour, "auto" chooses it on Hopper, and interpreted kernels match dense."""
 
 import functools
 import json
@@ -61,12 +61,12 @@ def score_fn(fn, *arrays):
         ({"mask": Causal() | Dense(np.eye(256, dtype=bool))}, "an array of all pairs"),
         ({"mask": BlockSparse(np.eye(8, dtype=bool), 32)}, "blocks of 32: their size must be a multiple of 64"),
         (mask_fn(lambda i, j, x: x[i, j] > 0, PAIRS), "indexed by pairs"),
-        (mask_fn(lambda i, j, x: x[i // 2] > 0, IDS), "indexed by other than b, h, i, j"),
-        (mask_fn(lambda i, j, x: x[j] > 0, IDS) | {"kv_positions": IDS, "q_positions": IDS}, "positions that the call"),
+        (mask_fn(lambda i, j, x: x[i // 2] > 0, IDS), "indexed by something other than b, h, i, j"),
+        (mask_fn(lambda i, j, x: x[j] > 0, IDS) | {"kv_positions": IDS, "q_positions": IDS}, "positions that are"),
         (mask_fn(lambda i, j, x: x[j] > 0, IDS[:200]), "indexed beyond its 200 entries"),
         (mask_fn(lambda i, j, x: x[i] > 0, IDS[:1]), "indexed beyond its 1 entries"),
         ({"mask": MaskFn(lambda b, h, i, j, x: x[h] > 0, IDS[:2])}, "indexed beyond its 2 entries"),
-        (mask_fn(lambda i, j, x: x > i, IDS), "an array is taken as a whole"),
+        (mask_fn(lambda i, j, x: x > i, IDS), "an array is used as a whole"),
         (mask_fn(lambda i, j, x: x.sum() > i, IDS), "not elementwise"),
         (mask_fn(lambda i, j: IDS[i] > 0), "closes over an array"),
         ({"score_mod": RelativeBias(jnp.zeros((4, 3)))}, "score mods cannot run in a kernel"),
@@ -90,7 +90,7 @@ def test_unsupported_arguments_reject_mosaic(more, reason):
     ],
 )
 def test_supported_calls_run_on_a_gpu_when_mosaic_is_named(more):
-    assert "runs when named" in why_not(**more)
+    assert "runs only if named" in why_not(**more)
     assert attnlab.explain(Q, K, K, impl="mosaic", platform="gpu", **more).backend == "mosaic"
 
 
@@ -101,7 +101,7 @@ def test_older_jax_rejects_mosaic(monkeypatch):
 
 @needs_jax_011
 @pytest.mark.parametrize("capability, backend", [("9.0", "mosaic"), ("10.0", "blockwise"), ("8.0", "blockwise")])
-def test_hopper_alone_runs_mosaic_unnamed(capability, backend, monkeypatch):
+def test_auto_runs_mosaic_only_on_hopper(capability, backend, monkeypatch):
     gpu = type("Gpu", (), {"platform": "gpu", "compute_capability": capability})()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
@@ -109,7 +109,7 @@ def test_hopper_alone_runs_mosaic_unnamed(capability, backend, monkeypatch):
     assert explained.backend == backend and (backend == "mosaic" or "Hopper" in explained.rejected["mosaic"])
 
 
-def test_cpus_run_no_mosaic():
+def test_mosaic_does_not_run_on_cpus():
     explained = attnlab.explain(Q, K, K, Causal())
     assert explained.backend == "blockwise" and explained.rejected["mosaic"] == "it needs a gpu, and this is a cpu"
     with pytest.raises(ValueError, match="impl = 'mosaic' cannot run this: it needs a gpu, and this is a cpu"):
@@ -133,12 +133,12 @@ def score_of_arrays_of_every_kind(s, b, h, i, j, by_head, by_key, by_key_and_hea
 
 
 def shifted(s, b, h, i, j):
-    """Some rows 1e9 lower, which leaves their scores no digit in float32, and some 1e5; rounded also in float64."""
+    """Lower some rows by 1e9, which leaves no digit of their scores in float32, and some by 1e5; also round float64."""
     return (s - jnp.where(i % 4 == 0, 1e9, jnp.where(i % 4 == 2, 1e5, 0.0))).astype(jnp.float32).astype(s.dtype)
 
 
 def low(s, b, h, i, j):
-    """Some rows all of whose scores are as low as others write for masked ones; ranks and sizes are a scalar's."""
+    """Give some rows only the low scores that others write for masked pairs; `ndim` and `size` are a scalar's."""
     lowest = jnp.where(i % 12 == 0, -1e10, jnp.where(i % 12 == 4, -1e30, -3e38)).astype(jnp.float32)
     return jnp.where((i > j) & (i % 4 != 0), s * (1 + jnp.ndim(s)) / jnp.size(s), lowest)
 
@@ -149,12 +149,12 @@ def every_scalar(b, h, i, j):
 
 DOCUMENTS, IDS_OF_TWO = np.sort(integers(4, 2, 256)), integers(3, 2, 128)
 BLOCKS, HIDDEN = RANDOM.random((1, 4, 3, 3)) < 0.4, RANDOM.random(128) < 0.8
-BLOCKS[0, 0, 2:, :2] = True  # a tile that one head of a group sees whole, and the other in part
+BLOCKS[0, 0, 2:, :2] = True  # a tile fully visible to one head of a group and partly to the other
 FORGOTTEN = np.cumsum(-0.1 * RANDOM.random((2, 256, 2)), axis=-2)
 POSITIONS = {"q_positions": np.arange(100) + 450, "kv_positions": np.arange(600)}
 ARRAYS = {"by_head": (4,), "by_key": (200,), "by_key_and_head": (200, 4), "by_query": (1, 200), "number": ()}
 
-# By name: a shape, arrays that have gradients, and the terms of the call that they make. Tiles are of 128 × 128.
+# By name: a shape, learned arrays, and a function from these to the call's terms. Tiles are 128 × 128.
 CASES = {
     "causal, 128 features": (Shape(queries=384, keys=384, heads=1, features=128), {}, lambda: {"mask": Causal()}),
     "window, soft cap, sinks": (
@@ -223,7 +223,7 @@ def interpreted(name):
 
 @needs_jax_011
 @pytest.mark.parametrize("name", CASES)
-def test_results_and_gradients_are_those_of_the_specification(name):
+def test_results_and_gradients_equal_the_specification(name):
     run, arguments = interpreted(name)
     assert_near(run(*arguments), specified(functools.partial(results, "dense", CASES[name][2]), *arguments))
 
@@ -235,7 +235,7 @@ def test_equal_inputs_give_equal_bits():
 
 
 @needs_jax_011
-def test_vmap_over_some_arrays_and_operands_is_that_of_the_specification():
+def test_vmap_over_some_arguments_equals_the_specification():
     (q, k, v, _), weights = drawn(Shape(batch=2), {})
 
     def run(impl, q, k, v, ids, slopes, sinks, weights):
@@ -255,7 +255,7 @@ def test_vmap_over_some_arrays_and_operands_is_that_of_the_specification():
 
 
 @needs_jax_011
-def test_derivatives_of_second_order_are_refused_by_name():
+def test_second_order_derivatives_raise_an_error_that_names_mosaic():
     def total(q):
         return attnlab.attention(q, K, K, impl="mosaic").astype(jnp.float32).sum()
 
@@ -263,7 +263,7 @@ def test_derivatives_of_second_order_are_refused_by_name():
         jax.eval_shape(jax.grad(lambda q: jax.grad(total)(q).astype(jnp.float32).sum()), Q)
 
 
-def test_recorded_run_on_hopper_has_passed_the_checks_by_which_auto_chooses_mosaic():
+def test_recorded_hopper_run_passed_all_mosaic_checks():
     record = json.loads((REPOSITORY / "docs" / "benchmarks" / "nvidia-h100-80gb-hbm3.json").read_text())
     figures = record["benchmarks"]["gpu"]["checks"]["figures"]
     verdicts = [x for name, x in figures.items() if name.startswith("check_mosaic") and name.endswith("bfloat16")]

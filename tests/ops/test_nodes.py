@@ -86,7 +86,7 @@ def test_nn_jit_honours_arrays_in_a_field():
         np.testing.assert_allclose(nn.jit(MultiHeadAttention)(**fields).apply(params, X), plain, atol=1e-6)
 
 
-def test_nn_jit_with_traced_arrays_in_a_field_is_one_line():
+def test_nn_jit_with_traced_arrays_in_a_field_raises_one_line():
     def init(slopes):
         return nn.jit(MultiHeadAttention)(num_heads=2, score_mod=ALiBi(slopes)).init(jax.random.key(0), X)
 

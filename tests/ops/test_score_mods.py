@@ -37,7 +37,7 @@ def test_mod_equals_its_formula(mod, expected):
 
 @pytest.mark.parametrize("impl", ["dense", "blockwise"])
 @pytest.mark.parametrize("visible, score", [(True, 0.5), (False, 0.5), (True, lambda h: 1.0 * h)])
-def test_functions_that_return_numbers_hold_for_all_pairs(impl, visible, score):
+def test_functions_that_return_scalars_apply_to_all_pairs(impl, visible, score):
     q = np.random.default_rng(3).normal(size=(1, 5, 2, 4)).astype(np.float32)
     mod = ScoreFn(lambda s, b, h, i, j: score(h) if callable(score) else score)
     terms = {"mask": MaskFn(lambda b, h, i, j: visible), "score_mod": mod}
@@ -64,7 +64,7 @@ def test_function_receives_the_example_index():
         (Forget(np.full((3, 2), -np.inf, np.float32), np.zeros((4, 2), np.float32)), "sums down to"),
     ],
 )
-def test_running_sums_that_do_not_fit_the_call_are_rejected(own_errors, mod, message):
+def test_invalid_running_sums_are_rejected(own_errors, mod, message):
     q, k = np.zeros((1, 3, 2, 4), np.float32), np.zeros((1, 4, 2, 4), np.float32)
     with pytest.raises(ValueError, match=message):
         attnlab.attention(q, k, k, score_mod=mod)

@@ -1,6 +1,6 @@
-"""Rows all of whose scores are large, as a usual additive mask makes them: outputs and gradients of every backend.
+"""Outputs and gradients of every backend for rows with only large scores, as additive masks often make them.
 
-The float32 log-sum-exp of such a row has lost the log of the sum: weights computed from it are wrong by a factor of up
+The float32 log-sum-exp of such a row loses the log of the sum: weights computed from it are wrong by a factor of up
 to the number of keys.
 """
 
@@ -47,8 +47,8 @@ def results(impl, dtype, with_sinks=False):
 
 @pytest.mark.parametrize("dtype, bound, with_sinks", [(np.float32, 1e-4, True), slow(np.float64, 1e-12, False)])
 def test_shifted_rows_have_the_outputs_and_gradients_of_dense(dtype, bound, with_sinks):
-    """A logit of 1e3 is rounded by 3e-5 in float32, and 1e5 by 4e-3: as much as a product in another order may differ
-    by, so that dense itself is known no better; from 1e7 on products are lost in the shift, and all agree."""
+    """Float32 rounds a logit of 1e3 by 3e-5 and one of 1e5 by 4e-3. Products in another order differ as much, so dense
+    itself is no more exact. From 1e7 on, products are lost in the shift and all backends agree."""
     expected = results("dense", dtype, with_sinks)
     for name, x in results("blockwise", dtype, with_sinks).items():
         for found, exact, shift in zip(x, expected[name], SHIFTS, strict=True) if x.ndim > 1 else ():

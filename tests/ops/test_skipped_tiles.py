@@ -1,4 +1,4 @@
-"""Tiles in which no pair is visible are not computed, also under `vmap`, and where the mask is traced."""
+"""Tiles without visible pairs are not computed, even under `vmap` or with a traced mask."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from tests.ops.cases import slow
 
 @dataclasses.dataclass(frozen=True)
 class Counting(ScoreMod):
-    """Leaves scores as they are, and counts the tiles of 64 × 64 that are computed, neighbours perhaps as one."""
+    """Leaves scores unchanged, and counts computed tiles of 64 × 64, even if neighbours are computed as one."""
 
     counted: ClassVar[list] = []
 
@@ -59,7 +59,7 @@ def test_empty_tiles_are_skipped(mask, expected):
         return attnlab.attention(q, k, v, mask, Counting(), impl="blockwise", block_sizes=(64, 64))
 
     assert tiles_computed(lambda q: attend(q, mask), q) == (expected, expected)
-    if jax.tree.leaves(mask):  # traced, the block mask is computed by the running program
+    if jax.tree.leaves(mask):  # the running program computes the block mask of a traced mask
         assert tiles_computed(attend, q, mask) == (expected, expected)
 
 

@@ -74,15 +74,15 @@ def test_interpreted_splash_equals_dense(call, interpreted):
 
     expected, given_back = results(impl="dense"), results(impl="splash", **CALLS[call])
     for one, other in zip(jax.tree.leaves(given_back), jax.tree.leaves(expected)):
-        # Sums of up to 256 products of 128 terms each, in float32: some hundred of its units of 6e-8.
+        # Sums of up to 256 products of 128 terms each, in float32: about a hundred units of 6e-8.
         assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
 
 
 @pytest.mark.parametrize(
     "more, reason",
     [
-        ({"mask": Padding(7)}, "of masks it supports"),
-        ({"mask": Segments(IDS) & Segments(IDS[0])}, "of masks it supports"),
+        ({"mask": Padding(7)}, "the masks it supports"),
+        ({"mask": Segments(IDS) & Segments(IDS[0])}, "the masks it supports"),
         ({"score_mod": ALiBi(alibi_slopes(4))}, "one SoftCap"),
         ({"score_mod": SoftCap(jnp.array(3.0))}, "one SoftCap"),
         ({"bias": np.zeros((256, 256), np.float32)}, "no bias"),
@@ -148,7 +148,7 @@ def test_checked_shard_map_rejects_splash_in_one_line():
         jax.eval_shape(call, *arguments())
 
 
-def test_platform_decides_what_explain_answers():
+def test_explain_answers_for_the_requested_platform():
     q, k, v = arguments(jnp.bfloat16)
     answers = {
         platform: attnlab.explain(q, k, v, Causal(), platform=platform).backend for platform in ("cpu", "gpu", "tpu")

@@ -33,7 +33,7 @@ DENSE, TILES = {"impl": "dense"}, {"block_size": 4}
     "name, options",
     [("none", DENSE), ("segments", DENSE), ("segments", TILES), ("padding", TILES), ("window", {"impl": "blockwise"})],
 )
-def test_attention_equals_sticks_that_are_broken_one_by_one(float64, name, options):
+def test_attention_equals_sticks_broken_one_by_one(float64, name, options):
     mask, visible = MASKS[name]
     q, k, v = inputs(13)
     expected, weights = broken(q, k, v, visible)
@@ -56,7 +56,7 @@ def test_tiles_have_the_gradients_of_the_formula(float64, block_size):
     for size in (0.1, 1.0, 30.0):
         q, k, v = inputs(13)
         dense, tiled = both(block_size)(size * q, k, v, np.cos(np.arange(2 * 13 * 4 * 5)).reshape(2, 13, 4, 5))
-        # Some hundred sums in another order; the sum over farther keys is a difference of numbers of the size of do·o.
+        # About a hundred sums in another order; the sum over farther keys is a difference of numbers as large as do·o.
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-11 * size), tiled, dense)
 
 
@@ -67,11 +67,11 @@ def test_float32_gradients_of_tiles_are_finite_and_near_float64():
         expected = jax.device_get(both(16)(*(size * x for x in inputs(200)), cotangent)[0])
     found = both(16)(*(np.float32(size * x) for x in inputs(200)), np.float32(cotangent))[1]
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found)):
-        # Logs of what is left are up to 200 logits; 2⁻²⁴ of that is the relative error of a weight.
+        # The log of the remaining stick is up to 200 logits; 2⁻²⁴ of that is a weight's relative error.
         np.testing.assert_allclose(b, a, rtol=0, atol=200 * size**2 * 2**-24 * np.abs(a).max())
 
 
-def test_keys_of_a_ring_buffer_are_taken_by_their_positions(float64):
+def test_ring_buffer_keys_are_ordered_by_their_positions(float64):
     q, k, v = inputs(13)
     whole = stick_breaking_attention(q, k, v)
     shifted = np.roll(np.arange(13), 4)
@@ -117,12 +117,12 @@ def test_scale_may_be_traced_and_has_a_gradient(float64):
     ],
     ids=str,
 )
-def test_options_that_do_not_fit_raise_one_line(own_errors, options, message):
+def test_invalid_options_raise_one_line(own_errors, options, message):
     with pytest.raises(ValueError, match=message):
         stick_breaking_attention(*inputs(3, dtype=np.float32), **options)
 
 
-def test_other_numbers_of_keys_need_positions():
+def test_unequal_numbers_of_queries_and_keys_need_positions():
     q, k, v = inputs(3, dtype=np.float32)
     with pytest.raises(ValueError, match="2 queries and 3 keys: pass q_positions and kv_positions"):
         stick_breaking_attention(q[:, :2], k, v)
@@ -139,7 +139,7 @@ def test_memory_of_tiles_is_linear_in_the_length():
     assert sizes[1] < 4.2 * sizes[0]
 
 
-def test_naive_of_flash_linear_attention_agrees():
+def test_attention_equals_naive_version_of_fla():
     torch = pytest.importorskip("torch", reason="torch is not installed")
 
     q, k, v = inputs(40, dtype=np.float32)

@@ -159,7 +159,7 @@ SLICES = """
     "line, launches, moved",
     [
         ("%r = f32[6,4]{1,0} copy(%y)", 1, 192),
-        ("%r = (f32[6,4], f32[6,4], u32[]) copy-start(%y)", 1, 96 + 96),  # and its end
+        ("%r = (f32[6,4], f32[6,4], u32[]) copy-start(%y)", 1, 96 + 96),  # with its copy-done
         ("%r = (f32[6,4], f32[8,4]) fusion(%x, %y, %n), kind=kLoop, calls=%layer", 1, 128 + 16 + 128 + 4),
         ("%r = ((f32[6,8,4]), (f32[6,4])) fusion-start(%x, %y, %n), kind=kLoop, calls=%layer", 1, 276),
         ("%r = f32[8,4] dynamic-slice(%x, %n), dynamic_slice_sizes={1,8,4}", 1, 128 + 4 + 128),
@@ -191,13 +191,13 @@ def test_work_of_a_loop_counts_as_often_as_it_runs():
         ("RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom: Ran out of VMEM", None),
     ],
 )
-def test_refusal_gives_the_memory_that_the_compiler_names(message, needed):
+def test_refusal_has_the_memory_that_the_compiler_names(message, needed):
     program = programs.refused(message, seconds=1.0)
     assert (None if program.peak is None else round(program.peak / 2**30, 2)) == needed
     assert message.endswith(program.refusal) and not program.refusal.startswith("RESOURCE_EXHAUSTED")
 
 
-def test_want_of_memory_is_an_answer_and_other_failures_are_errors(monkeypatch):
+def test_out_of_memory_is_a_result_and_other_failures_raise(monkeypatch):
     lowered, message = jax.jit(jnp.sin).lower(jnp.ones(3)), "RESOURCE_EXHAUSTED: no"
 
     def fail(self):

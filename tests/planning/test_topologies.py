@@ -62,7 +62,7 @@ def test_plugin_without_a_description_of_the_gpu_is_refused(monkeypatch, tmp_pat
 def test_other_hardware_is_refused_after_jax_has_started_on_a_device(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    with pytest.raises(UserError, match="JAX has started on a gpu"):
+    with pytest.raises(UserError, match="needs JAX on CPUs, but it has started on a gpu"):
         topologies.prepare("v5e")
 
 
@@ -82,14 +82,14 @@ print(json.dumps(found))
 
 
 def found(*names):
-    """Platform, devices and their kind, by name; in a process that has loaded no compiler."""
+    """Platform, number and kind of devices by name, from a subprocess that has loaded no compiler."""
     done = subprocess.run([sys.executable, "-c", SCRIPT, *names], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.mark.hardware
-def test_tpu_slices_have_as_many_devices_as_jax_sees_or_are_refused_in_one_line():
+def test_tpu_slices_have_all_their_devices_or_are_refused_in_one_line():
     pytest.importorskip("libtpu")
     devices = {"v4": 1, "v4:2x2x1": 4, "v5e:4x4": 16, "v5p:2x2x2": 8, "v6e": 1, "tpu7x": 2, "tpu7x:2x2x1": 8}
     slices = found(*devices, "v5e:3x3")

@@ -53,7 +53,7 @@ def shown(text: str) -> str:
     return html.unescape(re.sub(r"<[^>]*>", " ", text))
 
 
-def test_names_are_shown_as_text_wherever_they_are(tmp_path):
+def test_names_are_shown_as_text_everywhere(tmp_path):
     name = "</script> <b> \" ' &amp; {{script}} $x_ <!-- \ud800 https://a.b"
     made = section(name, (f"{name} 1", f"{name} 2", f"{name} 3"))
     made = made._replace(notes=[name], sentences=[name], command=name, opened={name: name})
@@ -67,12 +67,12 @@ def test_names_are_shown_as_text_wherever_they_are(tmp_path):
     assert shown(text).count(f"{as_shown} 1") == 2  # in the tables
 
 
-def test_page_begins_with_the_answer_and_ends_with_what_it_is_of(tmp_path):
+def test_page_begins_with_the_answer_and_ends_with_the_setup(tmp_path):
     text = re.sub(" +", " ", shown(written(tmp_path).partition("<main>")[2]))
     parts = (
         "A title",
         "alibi is better.",
-        "To settle what is open: again",
+        "To decide, add seeds: again",
         "All columns",
         "By the interval.",
         "two cores",
@@ -81,7 +81,7 @@ def test_page_begins_with_the_answer_and_ends_with_what_it_is_of(tmp_path):
     assert found == sorted(found)
 
 
-def test_page_loads_nothing_and_its_policy_admits_its_own_script_and_style_alone(tmp_path):
+def test_page_loads_nothing_and_allows_only_its_own_script_and_style(tmp_path):
     text = written(tmp_path)
     policy = html.unescape(re.search('Content-Security-Policy" content="([^"]*)"', text)[1])
     assert re.match(
@@ -91,17 +91,17 @@ def test_page_loads_nothing_and_its_policy_admits_its_own_script_and_style_alone
     assert not re.search(r"https?://|@import|url\([^#]|fetch\(|\bstyle=|\bon\w+=", text)
 
 
-def test_numbers_and_texts_are_sort_keys_and_missing_values_are_blank_without_one(tmp_path):
+def test_cells_have_sort_keys_unless_their_value_is_missing(tmp_path):
     rows = re.findall('<tr>(<th scope="row".*?)</tr>', written(tmp_path))[:3]
     assert '<td data-n="1.5">1.5000 <span class="interval">± 0.0100</span></td>' in rows[0]
     assert 'data-t="rotary"' in rows[0] and '<td data-t="better"><span class="verdict good better">' in rows[0]
     assert rows[2].endswith("<td></td>") and not rows[0].endswith("<td></td>")
     made = section()
     made.table.rows[0]["p"] = -math.inf
-    assert 'data-n="-Infinity"' in written(tmp_path, made)  # a number of JavaScript
+    assert 'data-n="-Infinity"' in written(tmp_path, made)  # as JavaScript spells it
 
 
-def test_several_sections_have_a_navigation_and_a_variant_has_one_colour_in_all(tmp_path):
+def test_sections_have_navigation_and_one_colour_per_variant(tmp_path):
     assert "<nav" not in written(tmp_path)
     names = [f"variant {n}" for n in range(14)]
     text = written(tmp_path, section("Text", names), section("Copying", names[::-1]))
@@ -126,7 +126,7 @@ def test_chart_names_its_lines_at_their_ends_and_describes_itself():
     assert figure.alt == "loss (nats per token) over tokens. At the last point: one 0.1111, two 1.111."
 
 
-def test_long_numbers_on_axes_are_separated_and_apart():
+def test_long_numbers_on_axes_have_separators_and_do_not_overlap():
     found = drawn(chart(x=(-6 * 10**6, 2 * 10**6, 9 * 10**6)), [])
     assert "5,000,000" in found and "−5,000,000" in found
     found = drawn(chart(x=(1, 3 * 10**10)), [])
@@ -135,7 +135,7 @@ def test_long_numbers_on_axes_are_separated_and_apart():
     assert "24,840" in found and "25,648" not in found and "99,360" in found
 
 
-def test_names_of_variants_are_in_a_chart_as_they_are():
+def test_chart_shows_names_of_variants_verbatim():
     names = [' style="fill: red"', ' id="x"', "<metadata>a</metadata>", "<!-- a -->"]
     found = drawn(chart(names), names)
     assert {html.escape(name, quote=False) for name in names} <= set(re.findall(">([^<>]+)</text>", found))

@@ -1,4 +1,4 @@
-"""Verdicts on made-up losses of known truth: how often they are false, how often a difference is seen."""
+"""Verdicts on synthetic losses with a known truth: how often they are false, and how often a difference is found."""
 
 import numpy as np
 import pytest
@@ -15,18 +15,18 @@ def verdicts(losses):
     ("variants", "seeds", "step"),
     [(2, 5, 0.0), pytest.param(4, 3, 0.0, marks=pytest.mark.slow), (2, 2, 1.0), (2, 2, 0.2)],
 )
-def test_comparison_without_a_difference_has_a_false_verdict_in_at_most_one_of_twenty(variants, seeds, step):
-    """1,000 comparisons; 6.5 % is two standard deviations above 5 %. Losses of a seed share its luck."""
+def test_false_verdict_without_a_difference_is_at_most_one_in_twenty(variants, seeds, step):
+    """1,000 comparisons; 6.5 % is two standard deviations above 5 %. Losses with the same seed share its luck."""
     draw, false = np.random.default_rng(variants), 0
     for _ in range(1000):
         luck = draw.normal(size=seeds)
         losses = luck + draw.normal(size=(variants, seeds))
-        losses = np.round(losses / step) * step if step else losses  # as shares of 1/step answers are
+        losses = np.round(losses / step) * step if step else losses  # like shares of 1/step answers
         false += {found.verdict for found in statistics.differences(losses, step)} != {"not told apart"}
     assert false / 1000 <= 0.065 and (step or false > 10)
 
 
-def test_difference_of_two_standard_deviations_is_seen_as_often_as_stated():
+def test_difference_is_found_as_often_as_power_states():
     for seeds, expected in ((3, 0.47), (5, 0.91), (8, 0.998)):
         assert statistics.power(2.0, seeds) == pytest.approx(expected, abs=0.005)
     draw, seen = np.random.default_rng(5), []
@@ -35,7 +35,7 @@ def test_difference_of_two_standard_deviations_is_seen_as_often_as_stated():
     assert seen.count("worse") / 1000 == pytest.approx(0.91, abs=0.05) and "better" not in seen
 
 
-def test_p_values_and_intervals_are_those_of_the_paired_t_test():
+def test_p_values_and_intervals_match_the_paired_t_test():
     losses = np.random.default_rng(0).normal(size=(2, 6))
     (found,) = statistics.differences(losses)
     expected = stats.ttest_rel(losses[1], losses[0])
@@ -55,21 +55,21 @@ def test_verdict_interval_and_p_value_agree_in_random_tables():
             assert seen or seeds == 1 or found.mean == 0 or found.seeds_needed[1] <= found.seeds_needed[0]
 
 
-def test_difference_that_is_told_apart_alone_is_not_beside_another():
-    losses = [[0.0] * 5, *[[0.19, 1.19, 2.19, 3.19, 4.19]] * 2]  # t = 3.1 of four degrees of freedom: p = 0.036
+def test_significance_is_corrected_for_the_number_of_variants():
+    losses = [[0.0] * 5, *[[0.19, 1.19, 2.19, 3.19, 4.19]] * 2]  # t = 3.1 with four degrees of freedom: p = 0.036
     assert verdicts(losses[:2]) == ["worse"] and verdicts(losses) == ["not told apart"] * 2
 
 
-def test_equal_losses_are_not_told_apart_and_no_number_of_seeds_would():
+def test_equal_losses_are_not_significant_for_any_number_of_seeds():
     (found,) = statistics.differences([[1.0, 2.0, 3.0]] * 2)
     assert found == (0.0, 0.0, 1.0, "not told apart", 0.0, None)
 
 
-def test_constant_difference_is_told_apart():
+def test_constant_difference_is_significant():
     assert verdicts([[1.0, 2.0, 3.0], [0.5, 1.5, 2.5], [2.0, 3.0, 4.0]]) == ["better", "worse"]
 
 
-def test_seed_that_failed_is_left_out_of_its_own_difference_alone():
+def test_failed_seed_is_missing_only_from_its_own_difference():
     losses = np.random.default_rng(0).normal(size=(3, 5))
     losses[1, 2] = np.nan
     one, other = statistics.differences(losses)
@@ -78,7 +78,7 @@ def test_seed_that_failed_is_left_out_of_its_own_difference_alone():
     assert other.mean == pytest.approx((losses[2] - losses[0]).mean())
 
 
-def test_difference_that_is_detectable_is_seen_by_the_seeds_that_it_needs():
+def test_detectable_effect_and_seeds_needed_agree():
     for seeds in (3, 5, 8, 40):
         effect = statistics.detectable_effect(seeds)
         assert statistics.power(effect, seeds) == pytest.approx(0.8, abs=1e-4)
@@ -86,7 +86,7 @@ def test_difference_that_is_detectable_is_seen_by_the_seeds_that_it_needs():
     assert statistics.seeds_needed(1e-3) == statistics.MOST_SEEDS
 
 
-def test_what_is_detectable_allows_for_the_other_variants():
+def test_detectable_effect_allows_for_the_other_variants():
     losses = np.random.default_rng(3).normal(size=(3, 5))
     found = statistics.differences(losses)
     for n in range(2):
@@ -94,6 +94,6 @@ def test_what_is_detectable_allows_for_the_other_variants():
         assert found[n].detectable == pytest.approx(statistics.detectable_effect(5, 0.025) * spread)
 
 
-def test_seeds_needed_by_two_seeds_are_a_wide_range():
+def test_seeds_needed_estimated_from_two_seeds_is_a_wide_range():
     (found,) = statistics.differences([[0.0, 0.0], [1.0, 1.8]])
     assert found.seeds_needed == (4, 3, 1000)

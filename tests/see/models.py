@@ -21,7 +21,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def capture(model, variables, *args, want=("pattern",), rows=None, deterministic=None, **arrays):
-    """`see.capture`, compiled: in less time than the operations one by one."""
+    """`see.capture`, compiled, which takes less time than running the operations one by one."""
     fixed = {"want": want, "rows": rows}
     fixed |= {} if deterministic is None else {"deterministic": deterministic}
     run = jax.jit(lambda *args, **arrays: see.capture(model, *args, **arrays, **fixed))

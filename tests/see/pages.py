@@ -1,4 +1,4 @@
-"""Patterns to make pages of, and the reader of what a page holds, for the tests of pages."""
+"""Patterns for pages, and readers of the data that a page holds, for the tests of pages."""
 
 import base64
 import json

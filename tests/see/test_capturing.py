@@ -23,7 +23,7 @@ def assert_close(found, expected, tolerance=1e-6):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
 
 
-def test_models_of_the_same_weights_give_the_same_captures():
+def test_models_with_the_same_weights_give_the_same_captures():
     params, want = models.variables(), (*ALL, "in", "out")
     expected = capture(models.Flax(), params, TOKENS, want=want)
     for model, variables in ((models.Ours(), params), (models.nnx_model(), None)):
@@ -36,14 +36,14 @@ def test_models_of_the_same_weights_give_the_same_captures():
             assert_close(of / np.abs(wanted).max(), wanted / np.abs(wanted).max())
 
 
-def test_printed_sites_name_path_kind_lengths_and_whether_the_pattern_is_right():
+def test_printed_sites_show_path_kind_heads_and_lengths():
     found = see.sites(models.Flax(), models.variables(), TOKENS)
     shown = str(found).splitlines()[1].split()
     assert shown[:5] == ["block_0/attention", "MultiHeadDotProductAttention", "4", "7", "7"]
     assert all(site.verified for site in found) and found.blocks == ("block_0", "block_1") and found.norms == ("norm",)
 
 
-def test_dropout_makes_the_pattern_another_than_that_of_z():
+def test_site_with_dropout_is_not_verified():
     layer, x = MultiHeadAttention(2, dropout_rate=0.5), random(1, 6, 8)
     params = parameters(layer, x)
     (site,) = see.sites(layer, params, x, deterministic=False, rngs={"dropout": jax.random.key(2)})
@@ -63,7 +63,7 @@ def test_dropout_makes_the_pattern_another_than_that_of_z():
     ],
     ids=["grouped_rotary", "multi_query_window_sinks_segments", "masked_rows"],
 )
-def test_pattern_of_every_form_of_attention_is_that_of_z(fields, call):
+def test_pattern_of_every_form_of_attention_is_verified(fields, call):
     layer, x = MultiHeadAttention(4, **fields), random(2, 7, 16)
     params = parameters(layer, x)
     (site,) = see.sites(layer, params, x, **call)
@@ -115,7 +115,7 @@ def test_a_layer_that_is_called_twice_has_a_site_for_each_call():
         see.edited(model, params, TOKENS, edits={"block/attention@1/z": see.Put(0.0)})
 
 
-def test_stacked_layers_give_the_captures_of_single_ones():
+def test_stacked_layers_give_the_captures_of_single_layers():
     model, params = models.gpt(attention={"kv_heads": 2})
 
     @jax.jit
@@ -143,7 +143,7 @@ class Looped(nn.Module):
         return scanned(name="blocks")(x, None)[0]
 
 
-def test_scanned_layers_need_the_collections_and_then_have_a_site_each():
+def test_scanned_layers_have_a_site_each_if_collections_are_scanned():
     params = parameters(Looped({}), TOKENS)
     with pytest.raises(ValueError, match=r"blocks/block/attention .*nn.scan .*attnlab.see.COLL"):
         see.capture(Looped({}), params, TOKENS)
@@ -169,7 +169,7 @@ def test_capture_passes_through_jit_vmap_and_grad():
     assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0
 
 
-def test_without_a_listener_the_program_is_the_same_text(monkeypatch):
+def test_program_without_a_listener_is_unchanged(monkeypatch):
     model, params = models.gpt(attention={"kv_heads": 2})
     run = lambda p: model.apply(p, TOKENS)  # noqa: E731
     assert set(params) == {"params"}  # `init` creates no collections of its own
@@ -219,7 +219,7 @@ def test_models_are_unchanged_after_success_and_after_an_exception():
 
 
 def test_custom_attention_functions_show_their_patterns():
-    """By their output for the identity as values."""
+    """The pattern is their output with the identity as values."""
 
     def scaled(query, key, value, mask=None):
         scores = jnp.einsum("...qhd,...khd->...hqk", 3 * query, key)
@@ -242,14 +242,14 @@ def test_custom_attention_functions_show_their_patterns():
     ],
     ids=["want", "rows", "no_attention", "no_model"],
 )
-def test_bad_input_is_one_line(call, message):
+def test_bad_input_raises_one_line(call, message):
     model, params = models.gpt()
     with pytest.raises((ValueError, TypeError), match=message) as error:
         jax.eval_shape(lambda: call(model, params))
     assert "\n" not in str(error.value)
 
 
-def test_attention_called_by_keyword_and_flags_by_position():
+def test_capture_takes_inputs_by_keyword_and_flags_by_position():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, tokens, train):
@@ -265,7 +265,7 @@ def test_attention_called_by_keyword_and_flags_by_position():
         jax.eval_shape(lambda: see.edited(Net(), params, TOKENS, True, **options))
 
 
-def test_patterns_of_flax_are_those_before_dropout():
+def test_patterns_of_flax_are_taken_before_dropout():
     layer, x = nn.MultiHeadDotProductAttention(2, dropout_rate=0.5), random(1, 6, 8)
     params = parameters(layer, x, deterministic=True)
     run = capture(layer, params, x, rngs={"dropout": jax.random.key(2)}, deterministic=False)

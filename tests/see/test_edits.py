@@ -1,4 +1,4 @@
-"""Edits: identities leave every bit, each does what it says, and what the model does not have is one line."""
+"""Edits: identities change no bit, each edit does what it says, and invalid edits raise one line."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ ALL = ("q", "k", "v", "pattern", "z", "in", "out")
 
 
 def frozen(run):
-    """Edits that put all values of a run."""
+    """Edits that put all values of a run back in place."""
     return {f"{path}/{name}": see.Put(x) for name, values in run.values.items() for path, x in values.items()}
 
 
@@ -30,7 +30,7 @@ def frozen(run):
     ],
     ids=["grouped", "blockwise"],
 )
-def test_putting_a_run_onto_itself_and_gates_of_one_leave_every_bit(fields):
+def test_identity_edits_change_no_bit(fields):
     model, params = models.gpt(**fields)
     run = capture(model, params, TOKENS, want=ALL)
     assert (run.out == jax.jit(model.apply)(params, TOKENS)).all()
@@ -44,7 +44,7 @@ def state_of(model):
     return nnx.state(model) if isinstance(model, nnx.Module) else ()
 
 
-def test_putting_a_run_onto_itself_leaves_every_bit_of_flax_layers():
+def test_identity_edits_of_flax_layers_change_no_bit():
     for model, params in ((models.Flax(), models.variables()), (models.nnx_model(), None)):
         run, own_state = capture(model, params, TOKENS, want=("pattern", "z")), state_of(model)
         again, _ = edited(model, params, TOKENS, edits=[frozen(run), {"*/z": see.Put(0.0)}])
@@ -53,7 +53,7 @@ def test_putting_a_run_onto_itself_leaves_every_bit_of_flax_layers():
 
 
 @pytest.mark.parametrize("kind", [slow("ours"), "nnx", slow("flax")])
-def test_an_edit_of_one_head_changes_its_output_alone(kind):
+def test_edit_of_one_head_changes_only_its_output(kind):
     model, params = {
         "flax": (models.Flax(), models.variables()),
         "ours": (models.Ours(), models.variables()),
@@ -69,7 +69,7 @@ def test_an_edit_of_one_head_changes_its_output_alone(kind):
     np.testing.assert_array_equal(after.out, zeroed.out)
 
 
-def test_an_edited_pattern_gives_that_pattern_times_values():
+def test_edited_pattern_multiplies_the_values():
     layer, x = MultiHeadAttention(4, kv_heads=2, sinks=True, mask=Causal()), random(2, 5, 8)
     pattern = softmax(random(2, 4, 5, 5))
     edits = [{"pattern": see.Put(pattern)}]
@@ -96,7 +96,7 @@ def test_edited_keys_enter_the_cache():
     np.testing.assert_array_equal(run.out[1].key[0, :2], np.full((2, 1, 4), 7.0))
 
 
-def test_cross_attention_has_patterns_from_queries_to_memory_that_can_be_edited():
+def test_cross_attention_patterns_can_be_edited():
     layer, x, memory = MultiHeadAttention(2), np.ones((2, 3, 8), np.float32), random(2, 5, 6)
     params, first = parameters(layer, x, memory), np.eye(5, dtype=np.float32)[[0] * 3]
     (site,) = see.sites(layer, params, x, memory)
@@ -107,7 +107,7 @@ def test_cross_attention_has_patterns_from_queries_to_memory_that_can_be_edited(
     np.testing.assert_allclose(z, np.broadcast_to(v[:, :1], z.shape), atol=1e-6)
 
 
-def test_put_of_another_run_and_of_its_mean_and_a_function():
+def test_edits_put_another_run_or_its_mean_or_apply_a_function():
     model, params = models.gpt()
     run = capture(model, params, np.concatenate([TOKENS, OTHERS]), want=("z",))
     z, other = np.split(run.values["z"]["block_1/attention"], 2)
@@ -161,7 +161,7 @@ def test_blocks_take_edited_streams():
     ],
     ids=["misspelt", "number", "shape", "list"],
 )
-def test_wrong_edits_are_one_line(edits, message):
+def test_invalid_edits_raise_one_line(edits, message):
     model, params = models.gpt()
     with pytest.raises(ValueError, match=message) as error:
         jax.eval_shape(lambda: see.edited(model, params, TOKENS, edits=edits))

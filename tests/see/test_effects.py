@@ -1,4 +1,4 @@
-"""Effects of edits: all in one program, equal to a loop of single ones."""
+"""Effects of edits: all in one program, equal to a loop of single edits."""
 
 import functools
 
@@ -56,7 +56,7 @@ def test_ablation_equals_a_loop_over_heads():
     assert found.axes == ("layer", "head") and found.paths == tuple(z) and np.abs(found.change).max() > 0.01
 
 
-def test_all_heads_are_one_compilation_and_other_weights_need_none():
+def test_all_heads_compile_once_and_other_weights_compile_nothing():
     model, params = models.gpt(num_layers=1)
     compiled = []
 
@@ -67,7 +67,7 @@ def test_all_heads_are_one_compilation_and_other_weights_need_none():
     def own_metric(logits):
         return logits[:, 0, 1].mean()
 
-    see.ablate(model, params, TOKENS, metric)  # small programs of the host's part
+    see.ablate(model, params, TOKENS, metric)  # compiles the small programs around the sweep
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         see.ablate(model, params, TOKENS, own_metric)
@@ -80,8 +80,8 @@ def test_all_heads_are_one_compilation_and_other_weights_need_none():
 
 
 @pytest.mark.slow
-def test_ablating_a_head_computes_the_layers_from_its_own_on_alone():
-    """All heads take a forward pass, and each of them (L + 1) / 2L of one on average."""
+def test_ablating_a_head_computes_only_layers_from_its_own_on():
+    """The sweep takes one forward pass, and for each head (L + 1) / 2L of one on average."""
     layers, heads = 3, 4
     model = GPT.of(vocab_size=32, num_layers=layers, num_heads=heads, width=64, context=32)
     tokens = np.zeros((1, 32), np.int32)
@@ -135,7 +135,7 @@ def test_patching_everything_recovers_the_other_run():
 
 
 @pytest.mark.parametrize("kind", [slow("flax"), "nnx"])
-def test_models_of_flax_have_the_effects_of_ours(kind):
+def test_models_of_flax_have_the_same_effects_as_ours(kind):
     model, params = {"flax": (models.Flax(), models.variables()), "nnx": (models.nnx_model(), None)}[kind]
     expected = see.ablate(models.Ours(), models.variables(), TOKENS, metric).values
     np.testing.assert_allclose(see.ablate(model, params, TOKENS, metric).values, expected, atol=5e-6)
@@ -156,21 +156,21 @@ def test_a_model_with_arrays_as_fields_can_be_ablated():
         (lambda m, p: see.patch(m, p, TOKENS, TOKENS[:1], metric), r"clean has shapes .*corrupt"),
         (lambda m, p: see.patch(m, p, TOKENS, OTHERS, metric, site="w"), "site = 'w'"),
         (lambda m, p: see.patch(m, p, TOKENS, OTHERS, metric, site="in"), "site = 'in' has no heads"),
-        (lambda m, p: see.patch(m, p, TOKENS, OTHERS, metric, over="head"), "expected 'layer', and beside it"),
+        (lambda m, p: see.patch(m, p, TOKENS, OTHERS, metric, over="head"), "expected 'layer', alone or with"),
     ],
     ids=["metric", "chunk", "jit", "shapes", "site", "heads", "over"],
 )
-def test_bad_input_is_one_line(call, message):
+def test_bad_input_raises_one_line(call, message):
     with pytest.raises(ValueError, match=message) as error:
         call(*grouped())
     assert "\n" not in str(error.value)
 
 
-def test_a_metric_that_reads_another_array_or_number_is_computed_anew():
-    """Programs are kept by what the metric computes, not by the function."""
+def test_metric_with_changed_numbers_or_arrays_is_recomputed():
+    """Programs are cached by what the metric computes, not by the function."""
     model, params = models.gpt(num_layers=1)
     logits = np.asarray(jax.jit(model.apply)(params, TOKENS))
-    for token in (3, 5):  # of one function, whose closure changes
+    for token in (3, 5):  # the same function with another closure
         found = see.ablate(model, params, TOKENS, lambda out: out[:, -1, token].mean())  # noqa: B023
         np.testing.assert_allclose(found.baseline, logits[:, -1, token].mean(), atol=3e-6)
     weights = {"now": np.ones(models.VOCABULARY, np.float32)}
@@ -184,10 +184,10 @@ def test_a_metric_that_reads_another_array_or_number_is_computed_anew():
         found = see.ablate(model, params, TOKENS, weighted)
         np.testing.assert_allclose(found.baseline, factor * logits[:, -1].mean(), atol=3e-6)
         size = size or effects._swept._cache_size()
-    assert effects._swept._cache_size() == size  # the same program of another array
+    assert effects._swept._cache_size() == size  # the same program with another array
 
 
-def test_unbatched_attention_is_averaged_over_positions_alone():
+def test_unbatched_attention_is_averaged_only_over_positions():
     layer, x = MultiHeadAttention(2), random(1, 6, 8)
     params = parameters(layer, x)
     flax = nn.MultiHeadDotProductAttention(2)
@@ -195,6 +195,6 @@ def test_unbatched_attention_is_averaged_over_positions_alone():
     np.testing.assert_allclose(see.ablate(flax, params, x[0], lambda out: out[0, 0]).values, whole, atol=1e-6)
 
 
-def test_layers_that_are_called_twice_are_read_alone():
+def test_ablation_of_layers_called_twice_is_refused():
     with pytest.raises(ValueError, match="called several times"):
         see.ablate(models.Shared(), models.variables(models.Shared()), TOKENS, metric)

@@ -1,4 +1,4 @@
-"""Scores of attention heads: values, targets as of TransformerLens, and the null model."""
+"""Scores of attention heads: values, targets equal to TransformerLens's, and the null model."""
 
 import jax
 import numpy as np
@@ -52,7 +52,7 @@ def test_score_is_the_mean_weight_on_targets_of_queries_that_have_any(kind):
     np.testing.assert_allclose(by_uniform.values[kind], by_uniform.uniform[kind], atol=1e-12)
 
 
-def test_entropy_is_in_nats_over_queries_that_can_choose():
+def test_entropy_is_in_nats_over_queries_with_several_keys():
     patterns = softmax_patterns(0)
     expected = stats.entropy(patterns[..., 1:, :], axis=-1).mean((1, 3))
     found = scores(patterns, random_tokens(), ["entropy"])
@@ -72,7 +72,7 @@ def test_ideal_head_scores_one_and_is_found(kind):
     assert found.heads(kind) == [(0, 0)]
 
 
-def test_targets_are_those_of_transformer_lens():
+def test_targets_match_transformer_lens():
     pytest.importorskip("transformer_lens", reason="transformer-lens is not installed: make peers")
     import torch
     from transformer_lens import head_detector
@@ -130,14 +130,14 @@ def test_untrained_model_has_no_head_of_any_kind():
         (WITHOUT_REPEATS | {"kinds": ["induction", "duplicate"]}, r"tokens \[16, 24\] .*induction, duplicate"),
     ],
 )
-def test_argument_that_does_not_fit_is_one_line(change, message):
+def test_mismatched_argument_raises_one_line(change, message):
     with pytest.raises(ValueError, match=message):
         scores(**({"patterns": softmax_patterns(0), "tokens": random_tokens()} | change))
 
 
-def test_heads_that_were_not_tested_are_one_line():
+def test_heads_that_were_not_tested_raise_one_line():
     found = scores(softmax_patterns(0), random_tokens(), ["current"])
     with pytest.raises(ValueError, match="kind = 'sink' .*current"):
         found.heads("sink")
-    with pytest.raises(ValueError, match="give scores untrained="):
+    with pytest.raises(ValueError, match="pass its weights to scores as untrained="):
         found.heads("current")

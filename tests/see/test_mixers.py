@@ -40,9 +40,9 @@ def test_recurrence_has_a_pattern_and_edits_before_its_norm_and_gate(name):
 
     run, plain, same, *scaled, without = jax.device_get(computed(params))
     pattern, z = run.values["pattern"][""], run.values["z"][""]
-    steps = 2 if name == "delta_product" else 1  # of a token, each with a value
+    steps = 2 if name == "delta_product" else 1  # per token, each with its own value
     assert pattern.shape == (2, heads, 7, 7 * steps) and not np.triu(pattern[..., ::steps], 1).any()
-    if name in ("linear", "gated_attention"):  # weights, of every query together 1
+    if name in ("linear", "gated_attention"):  # the weights of every query sum to 1
         np.testing.assert_allclose(pattern.sum(axis=-1), 1, atol=1e-6)
     out = params["params"]["out"]
     bias = out.get("bias", 0)
@@ -50,18 +50,18 @@ def test_recurrence_has_a_pattern_and_edits_before_its_norm_and_gate(name):
 
     np.testing.assert_allclose(same, plain, atol=2e-6)
     np.testing.assert_allclose(without, np.broadcast_to(bias, plain.shape), atol=1e-6)
-    if name in NORMALIZED:  # the norm takes the scale away, but for its ε
+    if name in NORMALIZED:  # the norm removes the scale, except for its ε
         large, larger = scaled
         np.testing.assert_allclose(larger, large, atol=1e-3 * np.abs(large).max())
     else:
         assert np.abs(scaled[0] - plain).max() > 0.1 * np.abs(plain).max()
 
 
-def test_capture_of_a_recurrence_with_padding_and_documents_is_of_the_pattern():
+def test_recurrence_pattern_respects_padding_and_documents():
     layer = LAYERS["gated_delta"]
     params = parameters(layer, X)
     segments = np.array([[0] * 4 + [1] * 3, [0] * 2 + [1] * 5])
-    x = np.where(np.arange(7)[:, None] < 6, X, np.nan)  # no output before it depends on it
+    x = np.where(np.arange(7)[:, None] < 6, X, np.nan)  # no earlier output depends on it
     (site,) = see.sites(layer, params, X, segments=segments)
     options = {"lengths": np.array([6, 6]), "segments": segments, "rows": np.array([5])}
     run = jax.jit(lambda params: see.capture(layer, params, x, **options))(params)
@@ -71,7 +71,7 @@ def test_capture_of_a_recurrence_with_padding_and_documents_is_of_the_pattern():
     assert np.isfinite(pattern).all() and pattern[0, ..., 4:6].all()
 
 
-def test_hybrid_names_layers_without_a_pattern_and_sees_the_others():
+def test_hybrid_lists_layers_without_a_pattern_beside_its_sites():
     model = nn.GPT.of(**SIZES, num_layers=3, layers="linear gru attention")
     found = see.sites(model, parameters(model, TOKENS), TOKENS)
     assert [(site.path, site.kind, site.verified) for site in found] == [
@@ -91,7 +91,7 @@ def test_model_without_any_pattern_is_refused_in_one_line():
         see.sites(model, params, TOKENS)
 
 
-def test_shares_of_a_signed_pattern_sum_to_one_and_are_zero_where_nothing_is_read():
+def test_shares_of_a_signed_pattern_sum_to_one_or_are_zero():
     pattern = random(2, 3, 5, 5) * np.tri(5)
     pattern[0, 0, 2] = 0
     found = np.asarray(see.shares(pattern))

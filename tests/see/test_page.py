@@ -1,4 +1,4 @@
-"""A page holds what it was given, in one file of limited size that asks for nothing and replaces only its own kind."""
+"""A page holds its input in one file of limited size, loads nothing, and replaces only other pages."""
 
 import base64
 import html
@@ -59,7 +59,7 @@ def test_long_rows_keep_their_eight_largest_weights():
     row = weights[0, 0, 250]
     assert set(keys[250]) == set(np.argsort(row)[-8:])
     np.testing.assert_allclose((values[250] / 255.0) ** 2, row[keys[250]], atol=0.00393, rtol=0)
-    np.testing.assert_allclose(statistics[0, 0, 0], 1, rtol=2**-15)  # of whole rows
+    np.testing.assert_allclose(statistics[0, 0, 0], 1, rtol=2**-15)  # sums over whole rows
     assert data_of(made)["kept"] == 8
     wide = np.zeros((1, 1, 1, 70_000))
     wide[..., 65_540:65_548] = 1 / 8
@@ -67,7 +67,7 @@ def test_long_rows_keep_their_eight_largest_weights():
     assert cells[0, 8:].copy().view("<u4").tolist() == [*range(65_540, 65_548)]
 
 
-def test_steps_are_sorted_and_tables_are_by_step_with_absent_heads_null():
+def test_steps_are_sorted_and_tables_have_null_for_absent_heads():
     layers = causal_patterns(0, 1, 3, 12), causal_patterns(1, 1, 2, 12)
     scores = {step: {"induction": np.array([[0.1, 0.2, 1 / 3], [step, 0.5, np.nan]])} for step in (10, 2)}
     effects = {step: effects_of([[0, 0, 1], [-1, 0, np.nan]]) for step in (2, 10)}
@@ -76,12 +76,12 @@ def test_steps_are_sorted_and_tables_are_by_step_with_absent_heads_null():
     assert data["tables"]["induction"][1] == [[0.1, 0.2, 0.33333], [10, 0.5, None]]
     assert data["tables"]["effect"][0] == [[0, 0, 1], [-1, 0, None]]
     assert data["tables"]["entropy"][0][1][2] is None
-    scores = types.SimpleNamespace(values={"sink": np.ones((1, 2))})  # of one run
+    scores = types.SimpleNamespace(values={"sink": np.ones((1, 2))})  # scores of one run
     data = data_of(page(run_of(causal_patterns(0, 1, 2, 12)), TOKENS, scores=scores))
     assert data["tables"]["sink"] == [[[1, 1]]] and data["steps"] == [None]
 
 
-def test_no_token_or_title_can_leave_its_place():
+def test_tokens_and_titles_are_escaped():
     tokens = ["</script>", "<!--", "<script>", "{{script}}", "\u2028", "\ud800", '"', "&amp;"]
     title = f"a {' '.join(tokens)} b"
     made = page(run_of(causal_patterns(0, 1, 1, len(tokens))), tokens, title=title)
@@ -91,7 +91,7 @@ def test_no_token_or_title_can_leave_its_place():
     assert html.unescape(re.search("<h1[^>]*>(.*)</h1>", made.html)[1]) == title.replace("\ud800", "?")
 
 
-def test_policy_admits_the_page_s_own_small_script_and_style_alone():
+def test_policy_allows_only_the_small_script_and_style_of_the_page():
     text = page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"]).html
     policy = html.unescape(re.search('Content-Security-Policy" content="([^"]*)"', text)[1])
     for kind in ("script", "style"):
@@ -107,15 +107,15 @@ def test_equal_arguments_give_equal_pages():
     assert first == second
 
 
-def test_page_of_twenty_checkpoints_of_the_quickstart_is_below_one_and_a_half_megabytes():
+def test_page_of_twenty_checkpoints_is_below_1_5_megabytes():
     made = page(drifting(steps=20, layers=6, heads=6, length=64), list("x" * 64))  # the quickstart itself has 4 × 4
     assert len(made.html.encode()) < 1_500_000 and len(made.png) <= 150_000
 
 
-def test_page_above_max_bytes_names_the_figures_and_the_remedies():
+def test_page_above_max_bytes_names_its_sizes_and_the_remedy():
     message = (
-        r"the page has \d+,\d+ bytes, .*max_bytes=1,000, of 2 prompts × 3 checkpoints × 2 layers × 3 heads × "
-        r"12 tokens: .*max_bytes"
+        r"the page of 2 prompts × 3 checkpoints × 2 layers × 3 heads × 12 tokens has \d+,\d+ bytes, .*max_bytes=1,000: "
+        r".*max_bytes"
     )
     with pytest.raises(ValueError, match=f"^{message}$"):
         page(checkpoints([1, 2, 3], prompts=2), [TOKENS, TOKENS], max_bytes=1000)
@@ -135,7 +135,7 @@ def test_file_of_the_user_is_not_overwritten(tmp_path):
     path = tmp_path / "notes.html"
     path.write_text("<!doctype html><title>mine</title>")
     for taken in (path, tmp_path):
-        with pytest.raises(ValueError, match="exists and is not a page"):
+        with pytest.raises(ValueError, match="exists and is not an attnlab page"):
             page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"], taken)
     assert path.read_text() == "<!doctype html><title>mine</title>"
 
@@ -172,7 +172,7 @@ OTHER_AXES = Effects(np.ones((1, 3, 4)), ("layer", "head", "position"), ("block_
     ],
     ids=lambda value: "" if isinstance(value, tuple) else value[:40],
 )
-def test_arguments_that_do_not_fit_are_named(arguments, message):
+def test_mismatched_arguments_are_named(arguments, message):
     runs, tokens, scores, effects = (*arguments, None, None)[:4]
     with pytest.raises(ValueError, match=message) as caught:
         page(runs, tokens, scores=scores, effects=effects)

@@ -49,7 +49,7 @@ def file(runs, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def visit(chromium):
-    """Opens a file; at the end, nothing may have been asked of a network or reported as an error."""
+    """Opens a file; at the end, nothing may have been requested from a network or reported as an error."""
     opened = []
 
     def visit(file: Path, fragment: str = "", **options):
@@ -59,7 +59,7 @@ def visit(chromium):
         tab.on("console", lambda message: complaints.append(message.text))
         tab.on("pageerror", lambda error: complaints.append(str(error)))
         tab.goto(file.as_uri() + fragment)
-        if options.get("java_script_enabled", True):  # a selector, since the policy forbids to evaluate conditions
+        if options.get("java_script_enabled", True):  # a selector, because the policy forbids evaluating conditions
             tab.wait_for_selector("#app:not([hidden]), #problem:not([hidden])")
         opened.append((context, file, asked, complaints))
         return tab
@@ -72,7 +72,7 @@ def visit(chromium):
 
 
 def press(tab, selector: str, *keys: str) -> dict:
-    """Press keys on an element; the state afterwards."""
+    """Press keys on an element; returns the state afterwards."""
     tab.focus(selector)
     for key in keys:
         tab.keyboard.press(key)
@@ -83,7 +83,7 @@ def slide(tab, to: int) -> None:
     tab.locator("#step").fill(str(to))
 
 
-def test_decoded_weights_and_statistics_are_those_of_numpy(visit, file, runs):
+def test_decoded_weights_and_statistics_match_numpy(visit, file, runs):
     tab = visit(file)
     for prompt, length in ((0, 12), (1, 5)):
         for number, step in enumerate(STEPS):
@@ -166,8 +166,8 @@ def test_table_has_the_weights_of_the_query_and_heads_are_sorted(visit, file, ru
     row = runs[200].values["pattern"]["block_1/attention"][0, 0, 9, :10]
     assert len(rows) == 10 and int(rows[0][0]) == row.argmax()
     for key, _, weight, *_ in rows:
-        assert abs(float(weight.strip("<")) - row[int(key)]) < 0.01  # 0.004, and two digits of the number
-    assert "Of query 9" in tab.inner_text("caption")
+        assert abs(float(weight.strip("<")) - row[int(key)]) < 0.01  # 0.004, and rounding to two digits
+    assert "Query 9" in tab.inner_text("caption")
     slide(tab, 3)
     tab.select_option("#table", label="effect")
     tab.check("#sorted")
@@ -219,7 +219,7 @@ def test_without_javascript_or_weights_the_picture_is_shown(visit, file, tmp_pat
 
 @pytest.fixture(scope="module")
 def long_names(runs, tmp_path_factory) -> Path:
-    """A page with long names of a run, a score and a token, of which two cannot be broken at a space."""
+    """A page with long names of a run, scores and a token; only one score has spaces at which it can be broken."""
     names = ("weight between the same positions of other sequences", "w" * 60)
     scores = {step: dict.fromkeys(names, np.full((2, 3), -1e5)) for step in STEPS}
     path = tmp_path_factory.mktemp("names") / "page.html"
@@ -232,7 +232,7 @@ def test_nothing_is_wider_than_the_window(visit, file, long_names):
         tab = visit(shown, viewport={"width": 1280, "height": 800})
         for width in (1280, 800, 390, 320):
             tab.set_viewport_size({"width": width, "height": 800})
-            # The page is drawn anew a moment after its window has another size.
+            # The page is redrawn a moment after its window is resized.
             tab.wait_for_function("width => document.documentElement.scrollWidth <= width", arg=width, timeout=5000)
 
 
@@ -255,7 +255,7 @@ def axe(tmp_path_factory, request) -> str:
 @pytest.mark.parametrize("scheme, fragment", [("light", ""), ("dark", "#key=1&query=3")])
 def test_axe_finds_nothing_serious(visit, file, axe, scheme, fragment):
     tab = visit(file, fragment, color_scheme=scheme)
-    tab.evaluate(axe)  # through the debugger, which the page's policy does not bind
+    tab.evaluate(axe)  # through the debugger, to which the page's policy does not apply
     violations = tab.evaluate("axe.run(document).then(found => found.violations)")
     found = [(v["id"], v["impact"], [node["html"] for node in v["nodes"]][:3]) for v in violations]
     assert [entry for entry in found if entry[1] in ("serious", "critical")] == []

@@ -70,7 +70,7 @@ def see(capsys, workdir, *options):
 
 
 def refused(capsys, workdir, *options) -> str:
-    """The line with which the command ends in an error."""
+    """The one-line error with which the command ends."""
     code, _, err = see(capsys, workdir, *options)
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
     return err
@@ -93,7 +93,7 @@ def weights_of(path, prompt=0) -> np.ndarray:
     return weights
 
 
-def test_page_of_a_run_shows_each_prompt_at_each_checkpoint_with_scores_and_effects(run, capsys, tmp_path):
+def test_page_of_a_run_shows_prompts_at_each_checkpoint_and_scores(run, capsys, tmp_path):
     prompts = ["el gato", "el perro y el ga"]
     options = ["--checkpoints=all", f"--out={tmp_path}/page.html", *(f"--prompt={prompt}" for prompt in prompts)]
     code, out, err = see(capsys, run, *options)
@@ -105,7 +105,7 @@ def test_page_of_a_run_shows_each_prompt_at_each_checkpoint_with_scores_and_effe
     assert out.count("\nstep ") + 1 == len(steps)
     for at, step in ((0, 0), (-1, STEPS)):
         model, params, tokenizer, _ = load(run, step=step)
-        tokens = np.stack([np.resize(tokenizer.encode(prompt), 16) for prompt in prompts])  # what follows has no effect
+        tokens = np.stack([np.resize(tokenizer.encode(prompt), 16) for prompt in prompts])  # the rest has no effect
         for number, pattern in enumerate(capture(model, params, tokens).stack("pattern")[0]):
             shown = weights_of(tmp_path / "page.html", number)[at]
             np.testing.assert_allclose(shown, pattern[:, : shown.shape[1], : shown.shape[1]], atol=0.004)
@@ -146,17 +146,17 @@ def test_page_of_a_gpt2_has_one_checkpoint_and_scores_of_each_layer(gpt2, capsys
 
 
 @pytest.mark.slow
-def test_page_of_a_hybrid_has_the_layers_with_a_pattern_as_shares(capsys, tmp_path):
+def test_page_of_a_hybrid_shows_patterns_as_shares(capsys, tmp_path):
     kind = "delta_product"
     workdir = trained(tmp_path, "model.num_layers=3", f"model.layers={kind} gru attention")
     code, printed, err = see(capsys, workdir)
     assert code == 0, err
     assert printed.splitlines()[:2] == [
-        "layers of gru have no pattern: the page is without them",
-        f"the pattern of {kind} is what a state reads of each token, as a share of absolute values",
+        "layers of gru have no pattern: the page omits them",
+        f"the pattern of {kind} is each token's share of what a state reads, by absolute values",
     ]
     shown = weights_of(workdir / "see.html")[0]
-    np.testing.assert_allclose(shown.reshape(-1, shown.shape[-1]).sum(axis=-1), 1, atol=0.06)  # of 15 bytes
+    np.testing.assert_allclose(shown.reshape(-1, shown.shape[-1]).sum(axis=-1), 1, atol=0.06)  # over 15 bytes
     assert shown.size == 2 * 2 * shown.shape[-1] ** 2
 
 
@@ -177,21 +177,21 @@ def test_tokens_of_bytes_are_shown_as_text_or_by_their_number():
     assert labels == ["e", "l", "\udcc3"]
 
 
-def test_store_and_text_that_is_no_file_are_left_alone(run, capsys, tmp_path):
-    """The folder may come from elsewhere."""
+def test_store_and_text_that_is_not_a_file_are_left_alone(run, capsys, tmp_path):
+    """The folder may come from someone else."""
     store = tmp_path / "tokens"
     workdir = copied(run, tmp_path, tmp_path / "text.txt", store=str(store))
-    os.mkfifo(tmp_path / "text.txt")  # who reads it waits for ever
+    os.mkfifo(tmp_path / "text.txt")  # reading it would block for ever
     capsys.readouterr()
     assert main(["attnlab", "see", f"--workdir={workdir}"]) == 2
-    assert f"{tmp_path}/text.txt, outside of it: name the text with --text=FILE" in capsys.readouterr().err
+    assert f"lacks its training text, {tmp_path}/text.txt: name it with --text=FILE" in capsys.readouterr().err
     assert main(["attnlab", "see", f"--workdir={workdir}", "--prompt=el gato"]) == 0
     out, err = capsys.readouterr()
     assert "first 7 tokens of each prompt" in out
-    assert err.startswith("without validation text (") and err.count("\n") == 1 and not store.exists()
+    assert err.startswith("skipped the validation text (") and err.count("\n") == 1 and not store.exists()
 
 
-def test_run_with_one_checkpoint_and_without_its_text_says_what_is_missing(run, capsys, tmp_path):
+def test_run_without_history_or_text_says_what_is_missing(run, capsys, tmp_path):
     workdir = copied(run, tmp_path, tmp_path / "gone.txt")
     for step in (workdir / "checkpoints").glob("[0-9]*"):
         if step.name != str(STEPS):
@@ -201,12 +201,12 @@ def test_run_with_one_checkpoint_and_without_its_text_says_what_is_missing(run, 
 
 
 @pytest.mark.slow
-def test_damaged_checkpoint_is_left_out_of_all_and_refused_by_name(run, capsys, tmp_path):
+def test_damaged_checkpoint_is_skipped_in_all_and_refused_by_name(run, capsys, tmp_path):
     workdir = copied(run, tmp_path, run.parent / "text.txt")
     (workdir / "checkpoints" / "0" / MANIFEST).unlink()
     options = ["--noeffects", "--length=8"]
     code, out, err = see(capsys, workdir, "--checkpoints=all", *options)
-    assert code == 0 and err.startswith("without step 0: checkpoint 0 in ") and err.count("\n") == 1
+    assert code == 0 and err.startswith("skipped step 0: checkpoint 0 in ") and err.count("\n") == 1
     steps = data_of(page_in(workdir / "see.html"))["steps"]
     assert 0 not in steps and steps[-1] == STEPS and f"step {STEPS} " in out
     assert "step 0: checkpoint 0 in " in refused(capsys, workdir, f"--checkpoints=0,{STEPS}", *options)
@@ -222,17 +222,17 @@ def test_damaged_checkpoint_is_left_out_of_all_and_refused_by_name(run, capsys, 
         (["--length=17"], "--length=17"),
         (["--out=nowhere/page.html"], "--out=nowhere/page.html: "),
         (["see.html"], "'see.html' is not expected here"),
-        (["--out={folder}/notes.html"], "is not a page of attnlab"),
+        (["--out={folder}/notes.html"], "is not an attnlab page"),
     ],
 )
-def test_bad_option_of_a_run_is_one_line(options, expected, run, capsys, tmp_path):
+def test_bad_option_prints_one_line(options, expected, run, capsys, tmp_path):
     (tmp_path / "notes.html").write_text("my notes")
     out = [] if any("out" in option for option in options) else [f"--out={tmp_path}/page.html"]
     assert expected in refused(capsys, run, *out, *(option.format(folder=tmp_path) for option in options))
     assert not (tmp_path / "page.html").exists() and (tmp_path / "notes.html").read_text() == "my notes"
 
 
-def test_folder_without_a_run_is_one_line(gpt2, capsys, tmp_path):
+def test_folder_without_a_run_prints_one_line(gpt2, capsys, tmp_path):
     assert "holds no run" in refused(capsys, tmp_path / "nowhere")
     assert "holds no run" in refused(capsys, tmp_path)
     capsys.readouterr()
@@ -244,7 +244,7 @@ def test_folder_without_a_run_is_one_line(gpt2, capsys, tmp_path):
     assert "holds no tokenizer" in refused(capsys, folder, "--prompt=el gato")
 
 
-def test_run_of_a_model_of_the_users_own_is_refused_by_name(run, capsys, tmp_path):
+def test_run_with_a_custom_model_is_refused_by_name(run, capsys, tmp_path):
     config = json.loads((run / "config.json").read_text()) | {"user_defined": {"model": "Bigram", "optimizer": False}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     shutil.copy(run / "tokenizer.json", tmp_path)

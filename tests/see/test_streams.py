@@ -34,7 +34,7 @@ class AttentionOnly(nn.Module):
 
 
 class OneBlock(nn.Module):
-    """A block on a residual stream, a norm, and a layer of logits, of which `end` is the output."""
+    """A block on a residual stream, a norm, a layer of logits, and `end` applied to the logits."""
 
     block: type = AttentionOnly
     norm: type = nn.RMSNorm
@@ -68,8 +68,8 @@ def test_contributions_sum_to_the_logits(kind):
         assert parts.heads.shape == (2, models.HEADS, *TOKENS.shape) and parts.blocks.shape == (3, *TOKENS.shape)
 
 
-def test_contribution_of_a_head_is_what_its_removal_takes_from_a_model_without_norms():
-    """In its last layer, where nothing comes after."""
+def test_contribution_of_a_head_equals_the_effect_of_its_removal():
+    """In the last layer of a model without norms, where nothing comes after it."""
     model, params = WithoutNorms(), models.variables(WithoutNorms())
     parts = see.contributions(model, params, TOKENS, targets=OTHERS)
     np.testing.assert_allclose(parts.total, parts.logits, atol=1e-5)
@@ -80,14 +80,14 @@ def test_contribution_of_a_head_is_what_its_removal_takes_from_a_model_without_n
 
 
 class Scaled(nn.Module):
-    """The outputs of its heads do not enter the stream as they are."""
+    """A block that scales the outputs of its heads before they enter the stream."""
 
     @nn.compact
     def __call__(self, x):
         return x + 0.1 * MultiHeadAttention(models.HEADS, name="attention")(nn.LayerNorm()(x))
 
 
-def test_models_of_another_form_are_refused_in_one_line():
+def test_unsupported_models_are_refused_in_one_line():
     layer, x, nonlinear, scaled = MultiHeadAttention(2), random(2, 7, 16), OneBlock(end=jnp.tanh), OneBlock(Scaled)
     for model, params, inputs, message in (
         (nonlinear, models.variables(nonlinear), TOKENS, "differ from the logits by"),
@@ -108,7 +108,7 @@ def test_contributions_in_bfloat16():
     np.testing.assert_allclose(parts.total, parts.logits, atol=5 * 2**-8 * np.abs(parts.logits).max())
 
 
-def test_norms_of_ones_own_are_no_norms_of_flax():
+def test_custom_norms_are_not_taken_for_norms_of_flax():
     class RMSNorm(nn.Module):
         @nn.compact
         def __call__(self, x):

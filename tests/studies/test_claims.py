@@ -1,4 +1,4 @@
-"""The claim of each study: it holds on made-up rows, and for each of its parts other rows refute that part alone."""
+"""The claim of each study holds on synthetic rows, and for each of its parts other rows refute only that part."""
 
 import itertools
 
@@ -35,7 +35,7 @@ def changed(rows, match, **values):
 
 
 def copying_rows():
-    """Three seeds, trained on lengths 1 and 2 and tested up to 4; without positions they do better beyond."""
+    """Three seeds, trained on lengths 1 and 2 and tested up to 4; beyond 2, runs without positions do better."""
     rows = []
     for task, positions, seed, length in itertools.product(copying.KINDS, POSITIONS, range(3), range(1, 5)):
         exact = 1.0 if length <= 2 else (0.6 if positions == "none" else 0.2) + 0.01 * seed
@@ -177,7 +177,7 @@ def overwriting_rows():
 
 
 def heads_pruned(fewer=1.2, **free):
-    """Three seeds: the loss rises from 1 to 3, in equal steps once the heads are gone whose removal costs nothing."""
+    """Three seeds: once the heads whose removal costs nothing are gone, the loss rises from 1 to 3 in equal steps."""
     names = pruning
     free = {names.GREEDY: 12, names.SINGLE: 11, names.RANDOM: 4, names.ZERO: 11} | free
     at = [{"order": names.FEWER, "kept": names.HALF, "loss": fewer}]
@@ -196,7 +196,7 @@ def pruning_rows():
 
 
 def rank_rows():
-    logs = {  # of the distance after each number of layers
+    logs = {  # of the distance, after 0 to 5 layers
         rank.ALONE: (0, -0.1, -1, -3.7, -11.8, -36.1),
         rank.MLPS: (0, -0.2, -2, -7.4, -23.6, -72.2),
         rank.SKIPS: (0, -0.1, -0.1, -0.2, -0.2, -0.3),
@@ -226,7 +226,7 @@ def rank_rows():
 
 
 def recall_rows():
-    """Two seeds of each mixer that recall from a width on, and below it the less the more pairs there are."""
+    """Two seeds of each mixer, which recalls from some width on; below it, more pairs are recalled less well."""
     softmax, linear, gru, convolution = recall.SOFTMAX, recall.LINEAR, recall.RECURRENT, recall.CONVOLUTION
     widths = {softmax: (16, 16, 16), linear: (32, 32, 64), gru: (99, 99, 99), convolution: (64, 99, 99)}
 
@@ -299,7 +299,7 @@ def sinks_rows():
 
 
 def state_tracking_rows():
-    """Three seeds of each mixer, all right at the trained length."""
+    """Three seeds of each mixer, all correct at the trained length."""
     names = state_tracking
     solved = {names.SOFTMAX: 0.5, names.POSITIVE: 0.55, names.NEGATIVE: 0.98}
     rows = [
@@ -328,7 +328,7 @@ def test_claim_holds_and_each_part_is_refuted_alone(rows_of, monkeypatch):
     assert verdict.held and len(verdict.parts) == len(refuting), str(verdict)
     for part, others in enumerate(refuting):
         failed = [at for at, (held, _) in enumerate(study.judge(others).parts) if not held]
-        # A model of two layers that is not as claimed is also unlike the others.
+        # In `markov`, a two-layer model that refutes one part may also refute others.
         assert failed == [part] or (name == "markov" and part in failed), f"{part}: {study.judge(others)}"
     figure = study.draw(rows)
     assert figure.get_suptitle() and "Not as claimed" not in figure.get_suptitle()
@@ -336,13 +336,13 @@ def test_claim_holds_and_each_part_is_refuted_alone(rows_of, monkeypatch):
     plt.close(figure)
 
 
-def test_state_tracking_verdict_is_of_the_best_seed_and_tells_how_many():
+def test_state_tracking_verdict_uses_the_best_seed_and_counts_seeds():
     late = changed(state_tracking_rows()[0], {"mixer": state_tracking.NEGATIVE, "seed": (1, 2)}, right=0.5)
     verdict = state_tracking.judge(late)
     assert verdict.held and "1 of 3 seeds" in verdict.parts[0][1], str(verdict)
 
 
 def test_removable_heads_are_counted_up_to_a_tenth():
-    # Of 16 heads 6 cost nothing, and each of the others a tenth of the whole: one more may go, rounding decides.
+    # Of 16 heads 6 cost nothing, and each of the others a tenth of the whole: rounding decides if one more may go.
     assert set(pruning.removable(heads_pruned(**{pruning.GREEDY: 6}), pruning.GREEDY)) <= {6, 7}
     assert pruning.removable(heads_pruned(), pruning.GREEDY) == [12, 12, 12], "each of the last four costs a quarter"

@@ -38,7 +38,7 @@ def test_held_out_sources_never_appear_in_training():
     ("change", "field"),
     [({"lengths": [0, 2]}, "lengths = 0"), ({"lengths": [3], "vocab_size": 2, "held_out": True}, "vocab_size = 2")],
 )
-def test_task_without_sources_is_one_line(change, field):
+def test_task_without_sources_raises_one_line(change, field):
     with pytest.raises(ValueError, match=field):
         alignment.pairs("copy", 0, **({"batch_size": 2, "lengths": [3]} | change))
 
@@ -60,7 +60,7 @@ def test_target_is_the_class_of_the_largest_real_item():
     batch = jax.tree.map(np.asarray, dispersion.largest_of(0, batch_size=300, items=9, fewest=2, classes=4))
     for values, classes, real, largest, target in zip(*batch):
         assert largest == max(np.flatnonzero(real), key=lambda i: values[i]) and target == classes[largest]
-        assert real[: real.sum()].all()  # shorter sets are padded at their end
+        assert real[: real.sum()].all()  # shorter sets are padded at the end
     assert set(batch.real.sum(1)) == set(range(2, 10)) and set(batch.classes.flat) == set(range(4))
 
 
@@ -83,7 +83,7 @@ def test_each_pair_is_in_one_part_with_its_sum():
     assert (tokens[:, 2] == 7).all() and (targets == tokens[:, :2].sum(1) % 7).all()
 
 
-def test_induction_held_out_text_is_predictable_from_the_second_period_on():
+def test_held_out_induction_text_is_predictable_after_one_period():
     text = induction.held_out(8)
     for row, mixed, repeated in zip(text.tokens, text.shuffled, text.repeated):
         period = 1 + int(repeated.argmax())
@@ -113,7 +113,7 @@ def test_doubly_stochastic_matrices_have_columns_that_sum_to_one():
     assert np.median(apart) < 1e-5 and (apart < 0.05).all()
 
 
-def test_token_after_a_trigger_is_the_one_before_it_and_others_follow_the_chain():
+def test_trigger_copies_the_token_before_and_others_follow_the_chain():
     tokens = np.asarray(sinks.backcopy(0, batch_size=512, length=64, seed=1))
     chain = np.asarray(jax.jit(sinks.backcopy_chain)(1), np.float64)
     assert (tokens[:, 0] == 0).all() and (tokens[:, 1:] > 0).all() and tokens.max() < 64
@@ -131,7 +131,7 @@ def test_token_after_a_trigger_is_the_one_before_it_and_others_follow_the_chain(
     assert counts[followed][:, 1:4].sum() / counts[4:].sum() == pytest.approx(0.2, abs=0.01)
 
 
-def test_role_pairs_have_the_earlier_part_as_key_and_controls_match_distances():
+def test_role_pairs_have_the_earlier_part_as_key_and_valid_controls():
     pairs = roles.find(TEXT, roles.PATTERNS["en"]["adjective → noun"])
     first = pairs[0]
     assert TEXT[first.key : first.key_end] == "new" and TEXT[first.query : first.query_end] == "cat"
@@ -143,7 +143,7 @@ def test_role_pairs_have_the_earlier_part_as_key_and_controls_match_distances():
         assert not TEXT[other.query_end].isalpha() and not TEXT[other.key - 1].isalpha()
 
 
-def test_text_without_pairs_is_one_line(tmp_path):
+def test_text_without_pairs_raises_one_line(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("nothing to find here, " * 40, encoding="utf-8")
     with pytest.raises(UserError, match="fewer than 30 pairs"):

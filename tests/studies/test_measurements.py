@@ -1,4 +1,4 @@
-"""What studies measure, against NumPy, decimals or models by hand."""
+"""Measurements of the studies, against NumPy, decimals, or models built by hand."""
 
 import itertools
 from decimal import Decimal, localcontext
@@ -37,7 +37,7 @@ def random_layer(rng, width, hidden=6):
 
 
 def brute_force(x, layers, kind, digits=120):
-    """log10 of the relative distance after each layer, in decimals of so many digits, of X itself."""
+    """log10 of the relative distance after each layer, from X itself, in decimals of `digits` digits."""
     exact = np.frompyfunc(lambda value: Decimal(float(value)), 1, 1)  # arrays of objects have NumPy's operators
 
     def size(a):
@@ -60,18 +60,18 @@ def brute_force(x, layers, kind, digits=120):
 
 
 @pytest.mark.parametrize("kind", rank.KINDS)
-def test_distance_equals_that_in_decimals_of_120_digits(kind):
+def test_distance_matches_decimals_of_120_digits(kind):
     rng = np.random.default_rng(3)
     x, layers = rng.normal(size=(4, 3)), [random_layer(rng, 3) for _ in range(4)]
     tokens, logs = rank.Tokens.of(np.zeros(3), x, 0.0), []
     for layer in layers:
         tokens = rank.apply(kind, tokens, layer)
         logs.append(tokens.log_distance() / np.log(10))
-    # Rounding of float64 (1e-16) is tripled with the logarithm by each layer, and grows with 4·3 terms a product.
+    # Each layer triples the logarithm and its float64 rounding (1e-16), which grows with the 4·3 terms of a product.
     np.testing.assert_allclose(logs, brute_force(x, layers, kind), rtol=1e-11, atol=1e-11)
 
 
-def test_bound_is_kept_by_random_layers_within_its_assumption():
+def test_bound_holds_for_random_layers_within_its_assumption():
     rng, kept = np.random.default_rng(1), 0
     for size in np.geomspace(0.01, 2, 60):
         layer = random_layer(rng, 5)
@@ -143,13 +143,13 @@ def test_bound_and_limit_hold_for_an_untrained_head():
     attend = jax.jit(dispersion.attend)
     values, classes = np.zeros((1, 3), np.float32), np.zeros((1, 3), np.int32)
     params = parameters(dispersion.MODEL, values, classes, np.full(1, 3), seed=1)
-    params["params"]["query"] *= np.float32(50)  # of vectors, `parameters` draws a tenth of normal numbers
+    params["params"]["query"] *= np.float32(50)  # `parameters` draws vectors as a tenth of normal numbers
     spread, limit = map(float, jax.jit(dispersion.logit_range)(params))
     for items in (4, 64, 2048):
         weights = np.asarray(attend(params, dispersion.largest_of(3, batch_size=16, items=items))[1])
         # The grid's extremes are those of a smooth function to 1/GRID: 0.01 covers slopes of up to 20.
         assert np.log(float(weights.max()) * items) <= spread + 0.01
-    # Of 2,048 items the mean of e^logit is the integral's to some per cent, and some are near the largest logit.
+    # With 2,048 items the mean of e^logit is within some per cent of the integral; some are near the largest logit.
     assert float(weights.max(1).mean()) * items == pytest.approx(limit, rel=0.15)
 
 
@@ -183,7 +183,7 @@ def test_share_of_five_equals_projections_on_sines_and_cosines():
 
 @pytest.mark.slow
 def test_measurements_of_sinks_match_numpy(monkeypatch):
-    """Weights are those that make the head's output, and losses the cross-entropy by the chain, one query at a time."""
+    """Weights as the layer sows them, and losses in excess of the chain's entropy, one query at a time."""
     monkeypatch.setattr(sinks, "HELD_OUT", 8)
     model, seed = sinks.Model(sinks.SINK), 1
 
@@ -217,7 +217,7 @@ def test_measurements_of_sinks_match_numpy(monkeypatch):
 
 
 @pytest.mark.slow
-def test_loss_of_kept_heads_is_the_models_own_without_the_output_matrices_of_the_others():
+def test_loss_of_kept_heads_equals_zeroed_output_matrices_of_others():
     """Zeros in place of a head's output, against zeros in its rows of the output projection."""
     model, tokens = quickstart.gpt(10), np.random.default_rng(0).integers(0, 10, (4, 9)).astype(np.int32)
     params, keep = parameters(model, tokens[:, :-1]), np.ones((4, 4), bool)
@@ -239,7 +239,7 @@ def test_loss_of_kept_heads_is_the_models_own_without_the_output_matrices_of_the
 # induction ------------------------------------------------------------------------------------------------------------
 
 
-def test_induction_scores_equal_those_of_see():
+def test_induction_scores_match_see():
     text, draw = induction.held_out(8), np.random.default_rng(0)
     patterns = np.tril(draw.random((2, 8, 3, 64, 64))).astype(np.float32)
     patterns /= patterns.sum(-1, keepdims=True)
@@ -250,7 +250,7 @@ def test_induction_scores_equal_those_of_see():
     np.testing.assert_allclose(ours, scored, atol=64 * 6e-8)
 
 
-def test_induction_models_have_about_equal_parameters():
+def test_induction_models_have_about_equally_many_parameters():
     def count(depth):
         shapes = jax.eval_shape(induction.gpt(depth).init, jax.random.key(0), np.zeros((1, 2), np.int32))
         return sum(leaf.size for leaf in jax.tree.leaves(shapes))
@@ -294,7 +294,7 @@ def test_constructed_linear_attention_is_a_gradient_step():
 
     predicted, expected, loss, cosine, least = computed(params)
     np.testing.assert_allclose(predicted, expected, atol=1e-5)
-    # Float32, as are the sums of some hundred terms.
+    # Float32 sums of some hundred terms.
     assert float(cosine) == pytest.approx(1, abs=1e-5)
     assert float(loss) == pytest.approx(float(least), rel=1e-4)
 
@@ -323,5 +323,5 @@ def test_predictions_of_markov_match_counting_by_hand():
         pairs = list(itertools.pairwise(seen))
         bigram = np.array([pairs.count((seen[-1], state)) + 1 for state in range(3)], np.float64)
         for name, counts in (("unigram", unigram), ("bigram", bigram), ("uniform", np.ones(3))):
-            # Quotients of small integers, which float32 has to 2⁻²⁴ of their size.
+            # Quotients of small integers, which float32 rounds by 2⁻²⁴ of their size.
             np.testing.assert_allclose(said[name][sequence, place], counts / counts.sum(), rtol=2**-23)

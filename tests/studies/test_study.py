@@ -39,13 +39,13 @@ def test_help_lists_every_claim(capsys):
         (["heads", "--fast", "--out={}/new", "--path=nowhere.txt"], "data.path = 'nowhere.txt': no such file"),
     ],
 )
-def test_bad_option_is_one_line(tmp_path, mistake, options, message):
+def test_bad_option_prints_one_line(tmp_path, mistake, options, message):
     assert message in mistake(study.main, *(option.format(tmp_path) for option in options))
 
 
 def test_study_writes_table_figure_and_verdict_once(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress, "LINE_INTERVAL", 0)
-    monkeypatch.setattr(scaling, "WIDTHS", scaling.WIDTHS[scaling.WIDTHS <= 1000])  # the largest take the time
+    monkeypatch.setattr(scaling, "WIDTHS", scaling.WIDTHS[scaling.WIDTHS <= 1000])  # the largest are slow
     out = tmp_path / "new" / "folder"
     assert run("scaling", "--fast", "--out", str(out)) == 0
     assert sorted(path.name for path in out.iterdir()) == ["result.json", "scaling.csv", "scaling.png", "verdict.txt"]
@@ -64,7 +64,7 @@ def test_study_writes_table_figure_and_verdict_once(tmp_path, capsys, monkeypatc
 
 
 @pytest.mark.parametrize("name, tokens", [("heads", 65), ("pruning", 130)])
-def test_short_text_is_one_line_before_any_training(tmp_path, mistake, name, tokens):
+def test_short_text_prints_one_line_before_any_training(tmp_path, mistake, name, tokens):
     (tmp_path / "short.txt").write_text("the cat sat. " * 40, encoding="utf-8")
     line = mistake(study.main, name, "--fast", f"--path={tmp_path}/short.txt", f"--out={tmp_path}/out")
     assert f"is shorter than {tokens} tokens" in line
@@ -77,15 +77,15 @@ def test_verdict_holds_only_if_every_part_does():
     assert Verdict.of((True, "a"), (False, "b")).title("Found") == "Not as claimed: b"
 
 
-def test_interval_is_that_of_students_t():
+def test_interval_uses_students_t():
     interval = Interval.of(jnp.array([1.0, 2.0, 4.0]))
-    # Of 2 degrees of freedom the quantile is 4.302653 (tables), of a variance of 7/3 over three.
+    # The quantile for 2 degrees of freedom is 4.302653 (tables); three values have a variance of 7/3.
     margin = 4.302653 * (7 / 9) ** 0.5
     assert interval == pytest.approx((7 / 3, 7 / 3 - margin, 7 / 3 + margin, 3), rel=1e-6)
     assert str(Interval.of([2.0])) == "2.000 (one seed)"
 
 
-def test_interval_of_no_values_or_a_matrix_is_one_line():
+def test_interval_of_no_values_or_a_matrix_raises_one_line():
     for values in ([], np.ones((2, 3))):
         with pytest.raises(ValueError, match="values have shape"):
             Interval.of(values)

@@ -1,4 +1,4 @@
-"""Runs of the studies: small ones are repeatable, and those of --fast show what they can at that size."""
+"""Runs of the studies: small runs are repeatable, and runs with --fast show what they can at that size."""
 
 import matplotlib.pyplot as plt
 import pytest
@@ -8,7 +8,7 @@ from attnlab.study.fitting import Size
 from attnlab.study.report import Options
 from attnlab.support.paths import write_csv
 
-# By study: names that make it small. The others take minutes.
+# By study: attributes that make it small. The other studies take minutes.
 SMALL = {
     "gradient_step": {"BATCH": 8, "EVALUATED": 200},
     "norms": {"FAST": Size(seeds=1, steps=300)},
@@ -16,7 +16,7 @@ SMALL = {
     "scaling": {},
     "training": {"FAST": Size(seeds=1, steps=300)},
 }
-SIZES = {  # of studies whose `Size` is their own
+SIZES = {  # of studies with their own `Size`
     "gradient_step": lambda size: size(2, 20),
     "rank": lambda size: size(2),
 }
@@ -58,7 +58,7 @@ def run_fast(study, folder) -> list[dict]:
 
 
 def check(study, rows, name):
-    """What must hold of the verdict, and that other rows refute the claim."""
+    """Check that the expected parts hold, and that other rows refute the claim."""
     verdict = study.judge(rows)
     held = range(len(verdict.parts)) if HELD[name] is None else HELD[name]
     assert all(verdict.parts[part][0] for part in held), str(verdict)
@@ -82,6 +82,6 @@ def test_small_run_is_judged_drawn_and_repeatable(name, monkeypatch, tmp_path):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", HELD)
-def test_fast_run_shows_what_it_can_at_its_size(name, tmp_path):
+def test_fast_run_holds_the_parts_expected_at_its_size(name, tmp_path):
     study = registry.load(name)
     check(study, run_fast(study, tmp_path), name)

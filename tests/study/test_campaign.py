@@ -1,4 +1,4 @@
-"""`attnlab study all`: every study in a process, one report, and what is left when some fail or all are killed."""
+"""`attnlab study all`: every study in its own process, one report, and what remains if some fail or all are killed."""
 
 import re
 import signal
@@ -18,7 +18,7 @@ def run(*argv):
 
 @pytest.fixture
 def files(tmp_path):
-    """Studies of a user: one that holds, one that does not, one that fails, one that kills its process."""
+    """User-defined studies: one that holds, one that does not, one that fails, one that kills its process."""
     contents = {
         "holds": STUDY,
         "fails": STUDY.replace("(seed + 2) ** 2", "1 // seed"),
@@ -52,16 +52,16 @@ def test_failing_studies_do_not_end_all_and_a_second_run_keeps_results(tmp_path,
     (tmp_path / "mine" / "fails.py").write_text(STUDY, encoding="utf-8")
     (tmp_path / "mine" / "dies.py").write_text(STUDY, encoding="utf-8")
     assert run(*command) == 0
-    assert "2 of 4 have run before, and are kept" in capfd.readouterr().out
+    assert "2 of 4 studies have already run" in capfd.readouterr().out
     assert times == {name: (out / name / "result.json").stat().st_mtime_ns for name in times}
     assert "3 of 4 claims hold" in (out / "report.html").read_text(encoding="utf-8")
 
-    assert run(*command[:-1]) == 2  # which lacks --fast
+    assert run(*command[:-1]) == 2  # without --fast
     assert "run with --fast" in capfd.readouterr().err
 
 
 @pytest.mark.slow
-def test_killed_all_goes_on_where_it_was(tmp_path, files):
+def test_killed_study_all_resumes(tmp_path, files):
     (tmp_path / "mine" / "fails.py").write_text(STUDY.replace("    advance(2)", "    time.sleep(600)"))
     out = tmp_path / "all"
     command = [sys.executable, "-m", "attnlab.study", "all", f"--out={out}"]
@@ -74,7 +74,7 @@ def test_killed_all_goes_on_where_it_was(tmp_path, files):
     assert not subprocess.run(["pgrep", "-f", files["fails"]], capture_output=True).stdout
     (tmp_path / "mine" / "fails.py").write_text(STUDY)
     again = subprocess.run([*command, f"--only={files['holds']},{files['fails']}"], capture_output=True, text=True)
-    assert again.returncode == 0 and "1 of 2 have run before" in again.stdout
+    assert again.returncode == 0 and "1 of 2 studies have already run" in again.stdout
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_killed_all_goes_on_where_it_was(tmp_path, files):
     ],
     ids=["twice", "jobs", "foreign"],
 )
-def test_wrong_flag_of_all_is_one_line(tmp_path, monkeypatch, mistake, flags, message):
+def test_invalid_flag_of_study_all_prints_one_line(tmp_path, monkeypatch, mistake, flags, message):
     monkeypatch.chdir(tmp_path)
     for name, content in {"taken/letter.txt": "mine", "mine.py": STUDY, "sub/mine.py": STUDY}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -27,9 +27,9 @@ def fitted(seeds, looks=(0, 7, 20), **options):
 
 
 def test_seeds_side_by_side_equal_plain_training_loops():
-    """Six seeds on three of four devices, which do not divide them.
+    """Six seeds on three of four devices, because four do not divide six.
 
-    Products are summed in another order by vmap: 20 steps of float32 with Adam stay within 1e-4.
+    vmap sums products in another order: 20 steps of Adam in float32 stay within 1e-4.
     """
     assert len(jax.devices()) == 4
     seeds, looks, optimizer, counted = [3, 5, 8, 9, 1, 2], [0, 7, 20], fitting.adamw(20, 1e-2), []
@@ -55,7 +55,7 @@ def test_seeds_side_by_side_equal_plain_training_loops():
             params, state = update(params, state, step, seed)
 
 
-def test_next_token_loss_of_logits_equals_that_of_a_model_that_takes_targets():
+def test_next_token_loss_from_logits_equals_loss_from_targets():
     class Logits(nn.Module):
         @nn.compact
         def __call__(self, tokens):

@@ -1,4 +1,4 @@
-"""Studies of users, in files: what runs, what is one line, and that results are written whole or not at all."""
+"""User-defined studies in files: how they run, one-line errors, and results written whole or not at all."""
 
 import errno
 import io
@@ -27,7 +27,7 @@ def run(*argv):
     return study.main(["study", *map(str, argv)])
 
 
-def test_study_of_a_user_runs_from_its_file(tmp_path, mine):
+def test_user_study_runs_from_its_file(tmp_path, mine):
     out = tmp_path / "out"
     assert run(mine, "--fast", "--out", out) == 0
     assert sorted(path.name for path in out.iterdir()) == ["mine.csv", "mine.png", "result.json", "verdict.txt"]
@@ -38,7 +38,7 @@ def test_study_of_a_user_runs_from_its_file(tmp_path, mine):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_study_of_a_user_shows_its_docstring_as_help(mine, capsys):
+def test_user_study_shows_its_docstring_as_help(mine, capsys):
     assert run(mine, "--help") == 0
     printed = capsys.readouterr().out
     assert printed.startswith("Squares are larger than their roots.") and "--fast" in printed
@@ -53,30 +53,30 @@ def test_study_of_a_user_shows_its_docstring_as_help(mine, capsys):
         (STUDY.replace("rows = [", "raise SystemExit(0)\n    rows = ["), "line 13: SystemExit: 0"),
         ('"""A claim."""', NO_STUDY),
         (STUDY.replace("(seed + 2) ** 2", "1 // seed"), "line 13: ZeroDivisionError: integer"),
-        (STUDY.replace("return plots", "plots"), "None: expected rows, a Verdict and a figure"),
+        (STUDY.replace("return plots", "plots"), "None: expected rows, a Verdict and a matplotlib figure"),
     ],
     ids=["syntax", "import", "blank docstring", "exit", "part", "measure", "no figure"],
 )
-def test_fault_of_a_user_study_is_one_line(tmp_path, mine, mistake, content, message):
+def test_fault_in_a_user_study_prints_one_line(tmp_path, mine, mistake, content, message):
     mine.write_text(content, encoding="utf-8")
     assert message in mistake(study.main, mine, "--out", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["mine.py"]
 
 
-def test_missing_file_is_one_line(tmp_path, mistake):
+def test_missing_file_prints_one_line(tmp_path, mistake):
     assert "none.py: no such file; expected a study" in mistake(study.main, tmp_path / "none.py")
     assert "'' is not a study: expected one of" in mistake(study.main, "")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"name": "mine"'])
-def test_damaged_result_is_one_line(tmp_path, mine, mistake, content):
+def test_damaged_result_prints_one_line(tmp_path, mine, mistake, content):
     (tmp_path / "out" / "mine").mkdir(parents=True)
     (tmp_path / "out" / "mine" / "result.json").write_text(content)
     line = mistake(study.main, "all", f"--only={mine}", "--out", tmp_path / "out")
     assert "mine/result.json is not a study's result (" in line
 
 
-def test_study_killed_while_it_wrote_runs_again_and_writes_its_result_last(tmp_path, mine, monkeypatch):
+def test_study_killed_while_writing_has_no_result_and_runs_again(tmp_path, mine, monkeypatch):
     def killed(path, text):
         if path.name == "result.json":
             raise KeyboardInterrupt
@@ -99,14 +99,14 @@ def test_study_writes_through_a_link(tmp_path, mine):
     assert names == [".hidden", "mine.csv", "mine.png", "result.json", "verdict.txt"]
 
 
-def test_full_disk_is_not_the_fault_of_the_study(tmp_path, mine, monkeypatch, mistake):
+def test_full_disk_is_not_blamed_on_the_study(tmp_path, mine, monkeypatch, mistake):
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device", "out/mine.csv"))
     monkeypatch.setattr(paths, "write_csv", full)
     assert mistake(study.main, mine, "--out", tmp_path / "out").startswith("error: No space left on device: ")
     assert not (tmp_path / "out").exists()
 
 
-def test_study_of_a_user_may_define_modules_with_postponed_annotations(tmp_path, mine):
+def test_user_study_may_define_modules_with_postponed_annotations(tmp_path, mine):
     """Dataclasses, such as Flax modules, look up their annotations in `sys.modules`."""
     module = "import flax.linen as nn\n\n\nclass Layer(nn.Module):\n    width: int\n"
     imports = "from __future__ import annotations\n\nimport time\n" + module
@@ -114,7 +114,7 @@ def test_study_of_a_user_may_define_modules_with_postponed_annotations(tmp_path,
     assert run(mine, "--out", tmp_path / "out") == 0
 
 
-def test_progress_is_the_share_of_the_work_and_the_time_left():
+def test_progress_shows_the_share_done_and_the_time_left():
     now, printed = [0.0], io.StringIO()
     with StudyProgress(printed, lambda: now[0]) as progress:
         advance = progress.expect(10)

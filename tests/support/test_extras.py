@@ -1,4 +1,4 @@
-"""What needs an extra says so in one line, with the command; the main job needs none."""
+"""A missing extra is reported in one line with the command to install it; the main job needs no extra."""
 
 import subprocess
 import sys

@@ -9,7 +9,7 @@ import pytest
 
 from attnlab.support import hugepages
 
-# The module alone, for `import attnlab` takes seconds.
+# Only the module, because `import attnlab` takes seconds.
 PROGRAM = f"""
 import os, sys
 sys.path.append({str(Path(hugepages.__file__).parent)!r})

@@ -51,7 +51,7 @@ def test_help_is_not_preceded_by_a_status(capsys):
         assert capsys.readouterr().out == out
 
 
-def test_interrupt_while_importing_is_one_line():
+def test_interrupt_while_importing_prints_one_line():
     command = [sys.executable, "-m", "attnlab", "train", "--config=quickstart", "--config.steps=1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout.readline() == "importing JAX\n"

@@ -61,7 +61,7 @@ def test_every_field_of_a_config_is_declared_and_valid():
     assert configs.RunConfig().fields == {name: declared[name].default for name in configs.RunConfig().fields}
 
 
-def test_numbers_of_numpy_become_numbers_that_json_holds(own_errors):
+def test_numpy_numbers_become_json_numbers(own_errors):
     values = {"steps": np.int64(7), "optimizer.learning_rate": np.float32(0.5), "model.width": np.int32(8)}
     values |= {"model.mlp_ratio": np.float64(2), "model.attention.rotary.base": np.int64(50)}
     numbers = {int: np.int64, float: np.float64}
@@ -83,7 +83,7 @@ def test_value_of_another_type_raises_one_line(own_errors, name, value):
         configs.RunConfig.of({name: value})
 
 
-def test_group_of_options_may_be_no_number_and_an_option_no_dictionary(own_errors):
+def test_groups_reject_numbers_and_options_reject_dictionaries(own_errors):
     with pytest.raises(FieldError, match=r"^width = \{'a': 1\}: expected a value like 128"):
         ModelConfig.of(width={"a": 1})
     with pytest.raises(FieldError, match=r"^attention\.rotary = 3: expected Rotary\(…\)$"):

@@ -20,7 +20,7 @@ def test_claimed_folder_is_in_use_until_the_end(tmp_path, marker):
     folder = tmp_path / "new" / "folder"
     with claim(folder, marker):
         anywhere = paths.claim(folder, "--out", lambda names: "", marker)
-        with pytest.raises(UserError, match="--out=.*folder: another command runs there"), anywhere:
+        with pytest.raises(UserError, match="--out=.*folder: another command is running there"), anywhere:
             pass
     with paths.claim(folder, "--out", lambda names: "", marker):
         assert os.listdir(folder) == [marker] * bool(marker)
@@ -35,7 +35,7 @@ def test_folder_is_removed_after_an_error_only_if_it_is_new_and_empty(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["full", "old"]
 
 
-def test_folder_that_cannot_be_claimed_is_one_line(tmp_path, monkeypatch):
+def test_folder_that_cannot_be_claimed_raises_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     for name, message in (
         ("file", "--out={} is a file"),
@@ -51,7 +51,7 @@ def test_folder_that_cannot_be_claimed_is_one_line(tmp_path, monkeypatch):
         assert str(error.value).startswith(message.format(tmp_path / name)) and "\n" not in str(error.value)
 
 
-def test_folder_without_locks_is_claimed(tmp_path, monkeypatch):
+def test_folder_is_claimed_if_locks_are_unsupported(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError("no locks")
 

@@ -33,7 +33,7 @@ if name == "waits":
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """The name of a module that fails, dies or waits by its argument."""
+    """The name of a module that works, fails, dies or waits, as its argument says."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "behaves.py").write_text(MODULE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/modules:{os.environ.get('PYTHONPATH', '')}")
@@ -66,7 +66,7 @@ def test_signal_stops_the_processes(tmp_path, module):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_within_a_collection_of_garbage_still_interrupts(number):
+def test_signal_during_garbage_collection_still_interrupts(number):
     """Python ignores an exception in a callback of its collector, and JAX has such a callback."""
 
     def callback(*_):
@@ -80,8 +80,8 @@ def test_signal_within_a_collection_of_garbage_still_interrupts(number):
     assert raised.value.args == (number,)
 
 
-def test_hook_that_is_set_while_interruptible_stays(monkeypatch):
-    """As that of checkpoints, which silences reads that fail after the first failure."""
+def test_hook_set_while_interruptible_is_kept(monkeypatch):
+    """Like the hook of checkpoints, which silences reads that fail after the first failure."""
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     with workers.interruptible():
         sys.unraisablehook = hook = lambda lost: None

@@ -13,7 +13,7 @@ def attention(
     q, k, v, mask=None, score_mod=(), bias=None, scale=None, sinks=None, dropout_rate=0.0, dropout_key=None,
     q_positions=None, kv_positions=None, *, fault="",
 ):  # fmt: skip
-    """(out, lse) with a fault by name; "" for none."""
+    """(out, lse) with the named fault; "" for none."""
     mods = (score_mod,) if not isinstance(score_mod, tuple) else score_mod
     group = q.shape[-2] // k.shape[-2]
     k = k + 0.01 * (k - jax.lax.stop_gradient(k)) if fault == "gradient of k off by 1 %" else k
@@ -118,5 +118,5 @@ FAULTS |= {"softmax in bfloat16": "plain", "output in bfloat16": "plain"}
 
 
 def with_fault(fault: str):
-    """The function with a fault."""
+    """`attention` with a fault."""
     return functools.partial(attention, fault=fault)

@@ -1,4 +1,4 @@
-"""Implementations of attention, right and with a fault, held to the specification."""
+"""Correct and faulty implementations of attention, checked against the specification."""
 
 import jax
 import numpy as np
@@ -15,14 +15,14 @@ SMALL = testing.SHAPES[:1]
 
 
 NAMED = {
-    "window one key too wide": "it computes a window of one key more",
+    "window one key too wide": "it computes a window one key larger",
     "queries counted from 0": "it computes queries counted from 0",
     "grouped heads in turn": "it computes key heads tiled, not repeated",
     "gradient of k off by 1 %": "the gradient of k has an error of",
     "zeros": "out has an error of",
     "bias without gradient": "the gradient of bias has an error of",
 }
-# Members of a family whose first is tested always.
+# Faults like another one that always runs.
 SLOW = {"layout swapped", "segments ignored", "bias dropped", "bias of the first head", "no shift"}
 SLOW |= {"output in bfloat16", "softmax in bfloat16", "scores in the input type"}
 
@@ -40,7 +40,7 @@ def test_planted_fault_is_found(fault, feature):
     assert "call" in row.code
 
 
-def test_code_of_a_fault_shows_it_in_a_small_call(capsys):
+def test_report_code_reproduces_the_fault_in_a_small_call(capsys):
     function = faults.with_fault("gradient of k off by 1 %")
     (row,) = check_attention(function, features=["window"], cases=1, shapes=SMALL).rows
     values = {"function": function}
@@ -51,7 +51,7 @@ def test_code_of_a_fault_shows_it_in_a_small_call(capsys):
     assert values["call"].q.size < 100
 
 
-def test_report_tells_a_fault_of_several_features_once_and_is_a_text():
+def test_report_explains_a_shared_fault_once_and_is_text():
     function, features = faults.with_fault("gradient of k off by 1 %"), ["plain", "causal", "bfloat16"]
     report = check_attention(function, features=features, cases=1, shapes=SMALL)
     plain, causal, half, *_, last = report.splitlines()  # as pytest prints it after `assert report.ok, report`
@@ -61,7 +61,7 @@ def test_report_tells_a_fault_of_several_features_once_and_is_a_text():
     assert last == "3 features: 1 right, 2 wrong; 1 fault" and not report.ok
 
 
-def test_right_implementation_is_right_and_its_choices_are_told():
+def test_correct_implementation_is_right_and_its_choices_are_reported():
     features = ["causal", "masked rows", "large scores", "dropout", "causal bfloat16", "vmap", "remat", "sharded"]
     report = check_attention(faults.with_fault(""), features=features, cases=1, shapes=SMALL)
     outcomes = {row.feature: row.outcome for row in report.rows}
@@ -69,13 +69,13 @@ def test_right_implementation_is_right_and_its_choices_are_told():
     assert set(outcomes.values()) == {"right"} and report.ok
     meanings = {
         "a fully masked row returns": "0",
-        "causal with fewer queries than keys": "the first query sees the first key",
+        "causal with fewer queries than keys": "the first query attends to the first key",
     }
     assert report.meanings == meanings | {"the lse of bfloat16 is in": "float32"}
     assert report.follows == ["torch", "ONNX"] and str(report).endswith("\nas torch, ONNX\n8 features: 8 right")
 
 
-def test_products_in_tf32_have_its_bound_and_are_told(monkeypatch):
+def test_tf32_products_have_the_bound_of_tf32_and_are_reported(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     bound = "its products are in TF32: errors up to 1% of the largest value are within its bound"  # (8 + √13) 2⁻¹⁰
     for precision, why in (("highest", ""), (None, bound)):
@@ -84,7 +84,7 @@ def test_products_in_tf32_have_its_bound_and_are_told(monkeypatch):
         assert (row.outcome, row.why) == ("right", why)
 
 
-def test_function_without_an_argument_refuses_and_its_message_is_told():
+def test_function_without_an_argument_refuses_with_its_message():
     report = check_attention(
         lambda q, k, v: attnlab.attention(q, k, v), features=["plain", "causal"], cases=2, shapes=SMALL
     )
@@ -102,7 +102,7 @@ def test_adapter_that_cannot_express_a_call_refuses():
     assert (row.outcome, row.why, row.cases) == ("refused", "it has no sinks", 0)
 
 
-def test_memory_that_grows_with_a_feature_alone_is_slow():
+def test_feature_with_growing_memory_is_slow():
     def attention(q, k, v, mask=None):
         return attnlab.attention(q, k, v, mask, impl="blockwise" if mask is None else "dense")
 
@@ -110,7 +110,7 @@ def test_memory_that_grows_with_a_feature_alone_is_slow():
     assert report["causal"].outcome == "slow"
 
 
-def test_gradients_that_do_not_exist_are_told_and_the_rest_is_compared():
+def test_missing_gradients_are_reported_and_outputs_are_compared():
     def attention(q, k, v):
         shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
         return jax.pure_callback(lambda *x: np.asarray(attnlab.attention(*x)), shape, q, k, v)
@@ -129,7 +129,7 @@ def test_peers_are_called_by_their_own_arguments(name):
     assert report.meanings["a fully masked row returns"] == "the mean of all values"
 
 
-def test_fully_masked_rows_of_no_known_meaning_are_another_value():
+def test_unknown_value_of_fully_masked_rows_is_another_value():
     def attention(**call):
         out, lse = attnlab.attention(**call, return_lse=True)
         return jax.numpy.where(jax.numpy.isneginf(lse)[..., None], 0.5, out)
@@ -145,12 +145,12 @@ def test_fully_masked_rows_of_no_known_meaning_are_another_value():
         ({"features": ["flash"]}, "feature 'flash' is unknown: use one of"),
     ],
 )
-def test_options_that_make_no_check_are_errors(options, message):
+def test_options_without_a_check_are_errors(options, message):
     with pytest.raises(ValueError, match=message):
         check_attention(attnlab.attention, **options)
 
 
-def test_causal_mask_of_no_known_kind_is_wrong_where_queries_are_fewer():
+def test_unknown_causal_alignment_is_wrong_with_fewer_queries():
     def attention(q, k, v, mask=None):
         return attnlab.attention(q, k, v, None if q.shape[1] != k.shape[1] else mask)
 
@@ -165,7 +165,7 @@ def test_causal_mask_of_no_known_kind_is_wrong_where_queries_are_fewer():
 @pytest.mark.parametrize(
     "function, outcome, why",
     [
-        (lambda q, k, v: [q], "wrong", "it returned a list, expected an array, the output, or (output, lse)"),
+        (lambda q, k, v: [q], "wrong", "it returned a list, expected an output array, or (output, lse)"),
         (lambda q, k, v: (q, k, v), "wrong", "it returned a tuple of 3"),
         (lambda q, k, v: q.swapaxes(1, 2), "wrong", "out has shape (1, 1, 2, 1), expected (1, 2, 1, 1)"),
         (lambda q, k, v: (q, q[..., 0].swapaxes(1, 2)), "wrong", "lse has shape (1, 1, 2), expected (1, 2, 1)"),
@@ -173,7 +173,7 @@ def test_causal_mask_of_no_known_kind_is_wrong_where_queries_are_fewer():
         (lambda q, k, v: absent, "wrong", "NameError: name 'absent' is not defined (test_check.py:"),  # noqa: F821
     ],
 )
-def test_results_and_errors_of_other_kinds_are_told(function, outcome, why):
+def test_unexpected_results_and_errors_are_reported(function, outcome, why):
     report = check_attention(function, features=["plain"], cases=1, shapes=SMALL)
     row = report["plain"]
     assert (row.outcome, report.ok) == (outcome, False) and why in row.why
@@ -198,5 +198,5 @@ def test_mistakes_in_the_check_itself_are_errors(own_errors):
         check_attention(attnlab.attention, lambda call: [call.q], features=["plain"], cases=1)
     with pytest.raises(ValueError, match="function is 3: expected a function of attention"):
         check_attention(3)
-    with pytest.raises(KeyError, match="'sinks' was not checked: plain were"):
+    with pytest.raises(KeyError, match="'sinks' was not checked, only plain"):
         check_attention(attnlab.attention, features=["plain"], cases=1, shapes=SMALL)["sinks"]

@@ -1,4 +1,4 @@
-"""Implementations of the linear recurrence, right and with a fault, held to the loop over tokens."""
+"""Correct and faulty implementations of the linear recurrence, checked against the loop over tokens."""
 
 import functools
 
@@ -16,7 +16,7 @@ from tests.ops.cases import slow
 def recurrence(
     q, k, v, g=None, beta=None, *, erase=None, scale=None, segment_ids=None, lengths=None, state=None, fault=""
 ):  # fmt: skip
-    """(out, last state), token by token, with a fault by name."""
+    """(out, last state), token by token, with the named fault."""
     batch, length, heads, features = q.shape
     scale = features**-0.5 if scale is None or fault == "scale ignored" else scale
     decay = jnp.ones((batch, length, heads, 1)) if g is None else jnp.exp(g if g.ndim == 4 else g[..., None])
@@ -80,7 +80,7 @@ def test_planted_fault_of_a_recurrence_is_found(fault, feature):
     assert abs(np.asarray(out) - testing.recurrence_answer(values["call"])["out"]).max() > 1e-3
 
 
-def test_right_recurrence_is_right_with_its_gradients():
+def test_correct_recurrence_is_right_with_its_gradients():
     features = ["strong decay by feature", "erase", "segments", "lengths", "bfloat16"]
     report = check_recurrence(recurrence, features=features, cases=1)
     assert {row.outcome for row in report.rows} == {"right"} and report.ok, str(report)
@@ -91,14 +91,14 @@ SIZES = [testing.RecurrenceShape(1, length, 1, features=64, values=128) for leng
 
 
 @pytest.mark.parametrize("features", [["resets"], slow("all")], ids=str)
-def test_recurrence_of_the_sizes_and_the_type_of_gpu_kernels_is_right(features):
+def test_recurrence_with_gpu_kernel_sizes_and_type_is_right(features):
     function = functools.partial(attnlab.linear_recurrence, return_state=True, impl="parallel")
     report = check_recurrence(function, features=features, cases=1, shapes=SIZES, dtype=jnp.bfloat16)
     assert {row.outcome for row in report.rows} == {"right"}, str(report)
     assert all(row.gradients and row.cases == 2 for row in report.rows)
 
 
-def test_planted_fault_of_other_sizes_and_type_has_code_that_shows_it():
+def test_report_code_reproduces_the_fault_with_its_sizes_and_type():
     faulty = functools.partial(recurrence, fault="state lost between chunks")
     report = check_recurrence(faulty, None, "plain", False, 1, shapes=SIZES, dtype=jnp.bfloat16)
     assert report["plain"].outcome == "wrong"
@@ -113,6 +113,6 @@ def test_recurrence_without_an_argument_refuses():
 
 
 @pytest.mark.parametrize("options", [{"cases": 0}, {"features": "flash"}])
-def test_options_of_no_check_of_a_recurrence_are_errors(options):
+def test_recurrence_options_without_a_check_are_errors(options):
     with pytest.raises(ValueError, match=r"cases = 0 of|feature 'flash' is unknown"):
         check_recurrence(recurrence, **options)

@@ -1,4 +1,4 @@
-"""Each law of a layer notices a fault that the others do not; tests/nn/test_layers.py applies them to all layers."""
+"""Each layer law detects a fault that the others miss; tests/nn/test_layers.py applies them to all layers."""
 
 import linecache
 import re
@@ -15,7 +15,7 @@ from attnlab.testing.layer import LAWS
 
 
 class Convolution(CausalConv):
-    """A convolution whose outputs, or call, `fault` changes."""
+    """A convolution; `fault` changes its outputs or its call."""
 
     kernel_size: int = 3
     fault: object = None
@@ -36,7 +36,7 @@ def forgetful(x, context, mix):
 
 
 def leaking(x, context, mix):
-    """Documents read those before them."""
+    """Documents read the documents before them."""
     return mix(context._replace(segments=None))
 
 
@@ -51,13 +51,13 @@ def root(x, context, mix):
 
 
 def narrower(x, context, mix):
-    """Outputs, here eighths, that have not the type of the inputs."""
+    """Outputs, rounded to eighths, have another type than the inputs."""
     found = mix(context)
     return found._replace(out=(jnp.round(8 * found.out) / 8).astype(jnp.float16))
 
 
 def averaged(x, context, mix):
-    """As one that expects its outputs to be summed over devices."""
+    """Like a layer that expects its outputs to be summed over devices."""
     found = mix(context)
     return found._replace(out=found.out / sharding.shards("batch", x))
 
@@ -69,7 +69,7 @@ def failing(x, context, mix):
 
 
 def split(x, context, mix):
-    """A reshape that cannot know its size where there are no tokens."""
+    """A reshape that cannot infer its size without tokens."""
     found = mix(context)
     return found._replace(out=found.out.reshape(*x.shape[:2], 4, -1).reshape(x.shape))
 
@@ -99,14 +99,14 @@ FAULTS = {
     narrower: "a loop over stacked layers raises TypeError: scan body function carry input and carry output must have ",
     averaged: SHARDED,
     failing: f"a call with 24 tokens of packed documents raises NotImplementedError: documents ({__file__}, line ",
-    split: "a call with 0 tokens, and a cache raises ZeroDivisionError: ",
+    split: "a call with 0 tokens and a cache raises ZeroDivisionError: ",
     hidden: f"{GRADIENTS}: the gradient of the inputs at random inputs; usual causes are ",
-    narrow: "its outputs have shape [2, 24, 7], expected [2, 24, 8], as its inputs",
+    narrow: "its outputs have shape [2, 24, 7], expected [2, 24, 8], like its inputs",
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_fault_of_a_layer_is_found_by_its_law_alone(fault):
+def test_planted_fault_of_a_layer_is_found_only_by_its_law(fault):
     (found,) = check_layer(Convolution(fault=fault), features=8)
     assert found.startswith(FAULTS[fault])
 
@@ -121,11 +121,11 @@ def test_plain_module_is_checked_as_a_layer():
             return x.mean(axis=1, keepdims=True) + nn.Dense(8)(x)
 
     assert check_layer(Mean(), features=8)[0].startswith(CAUSAL)
-    with pytest.raises(UserError, match=r"expected one of it, Mean\(…\)"):
+    with pytest.raises(UserError, match=r"expected an instance, Mean\(…\)"):
         check_layer(Mean, features=8)
 
 
-def test_layer_that_raises_is_told_with_its_line():
+def test_layer_that_raises_is_reported_with_its_line():
     class Odd(nn.Module):
         @nn.compact
         def __call__(self, x):

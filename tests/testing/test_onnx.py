@@ -1,4 +1,4 @@
-"""ONNX' published vectors of Attention and LinearAttention (its backend tests, Apache-2.0), as data."""
+"""Published ONNX test vectors for Attention and LinearAttention (its backend tests, Apache-2.0), as data."""
 
 import importlib
 
@@ -45,7 +45,7 @@ def by_head(x: np.ndarray, heads: int) -> np.ndarray:
 
 
 def assert_near(found, expected):
-    """Within 16 roundings of the largest element: sums of some products, in another order."""
+    """Within 16 roundings of the largest element: sums of products in another order."""
     precision = float(ml_dtypes.finfo(expected.dtype).eps)
     expected = expected.astype(np.float64)
     atol = 16 * precision * max(abs(expected).max(), 1e-3)
@@ -66,7 +66,7 @@ def test_attention_gives_the_published_results(attributes, inputs, outputs):
         start = inputs["past_key"].shape[2]
     (batch, q_length, heads), kv_length = q.shape[:3], k.shape[1]
     mask, cap, lengths = None, attributes.get("softcap", 0), inputs.get("nonpad_kv_seqlen")
-    # Queries are the last of a cache that is given by its lengths, and come after past keys; otherwise they start at 0.
+    # Queries are the last of a cache with lengths, or follow past keys; otherwise they start at 0.
     starts = np.full(batch, start) if lengths is None else lengths - q_length
     positions = {"q_positions": starts[:, None] + np.arange(q_length), "kv_positions": np.arange(kv_length)}
     parts = [] if lengths is None else [Padding(lengths.astype(np.int32))]

@@ -1,4 +1,4 @@
-"""The formula in NumPy, and `dense`, which is held to it."""
+"""The formula in NumPy, and `dense` compared with it."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ SEVERAL = testing.Feature("several, lse", several, lambda shape: shape._replace(
 
 
 @pytest.mark.parametrize("feature", [*(testing.FEATURES[name] for name in FORMULAS), SEVERAL], ids=lambda x: x.name)
-def test_dense_is_the_formula(float64, feature):
+def test_dense_equals_the_formula(float64, feature):
     case = testing.draw(replace(feature, dtype=np.float64), seed=1)
     call = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, case.call)
     exact = testing.answer(call, case.d_out, case.d_lse)
@@ -48,7 +48,7 @@ def test_dense_is_the_formula(float64, feature):
     found = run(call)
     assert found.keys() == expected.keys()
     for name, x in expected.items():
-        # Sums of at most 13 products in float64, of scores up to some hundred.
+        # Sums of at most 13 products in float64, of scores up to a few hundred.
         largest = np.abs(x).max(where=np.isfinite(x), initial=1)
         np.testing.assert_allclose(found[name], x, rtol=0, atol=1e-12 * largest, err_msg=name)
 
@@ -57,12 +57,12 @@ def test_dense_is_the_formula(float64, feature):
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module")
 @settings(max_examples=10)
 @given(call=testing.calls("causal", shapes=[testing.Shape(1, 3, 3, 1, 1, 2)], dtypes=[np.float64]))
-def test_strategy_draws_calls_of_a_feature_a_shape_and_a_type(call):
+def test_strategy_draws_calls_with_feature_shape_and_type(call):
     assert call.q.shape == (1, 3, 1, 2) and call.q.dtype == np.float64 and call.mask == Causal()
     assert (testing.answer(call).out[:, 0] == call.v[:, 0]).all()
 
 
-def test_masks_combined_are_the_masks_of_their_parts():
+def test_combined_masks_equal_the_masks_of_their_parts():
     call = testing.draw(testing.FEATURES["window"], 0).call
     both = testing.answer(call.replace(mask=~call.mask | call.mask & Causal())).out
     np.testing.assert_array_equal(both, testing.answer(call.replace(mask=None)).out)
@@ -75,7 +75,7 @@ def test_masks_combined_are_the_masks_of_their_parts():
         ({"score_mods": (ScoreFn(lambda s, b, h, i, j: s),)}, "ScoreFn"),
     ],
 )
-def test_mask_or_mod_of_a_user_has_no_formula(fields, name):
+def test_user_defined_mask_or_mod_has_no_formula(fields, name):
     call = testing.draw(testing.FEATURES["plain"], 0).call.replace(**fields)
     with pytest.raises(TypeError, match=name):
         testing.answer(call)

@@ -29,12 +29,12 @@ def experiment(strategy, devices, fsdp=1, tensor=1, context=1, *, accumulation=1
     """A small experiment on some devices."""
     fields = {"steps": steps, "batch_size": 16, "optimizer.accumulation": accumulation, "data.packing": packing}
     fields |= {f"model.{name}": value for name, value in {"num_layers": 1, "width": 32, "context": 16, **model}.items()}
-    config = configs.RunConfig.of(fields | {"precision": "float32"})  # also in a process of its own
+    config = configs.RunConfig.of(fields | {"precision": "float32"})  # also in a separate process
     return TrainProgram(config, vocab_size=31, parallel=parallel.make(strategy, devices, fsdp, tensor, context))
 
 
 def gradient(run, batches=BATCHES):
-    """The gradient of the first step, by name, layers one by one."""
+    """The gradient of the first step, by name, with unstacked layers."""
 
     def first(params, batch, axis_name=None):
         accumulation = run.config.optimizer.accumulation

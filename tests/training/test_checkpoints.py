@@ -23,7 +23,7 @@ from attnlab.training.state import TrainState
 
 
 def state_of(step, params):
-    """A state with some NumPy parameters, on a device."""
+    """A train state with these NumPy parameters, on a device."""
     return jax.device_put(TrainState(np.int32(step), params, (jax.tree.map(np.square, params), np.int32(step))))
 
 
@@ -41,7 +41,7 @@ def equal(a, b):
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    """A new folder in a new one, that keeps the newest two."""
+    """Checkpoints in a new nested folder, of which the newest two are kept."""
     with contextlib.closing(Checkpoints(tmp_path / "new" / "checkpoints", keep=2)) as made:
         yield made
 
@@ -76,7 +76,7 @@ def test_permanent_checkpoints_outlive_pruning_by_later_processes(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 40])
-def test_history_is_as_many_steps_as_asked_for_from_the_first_to_the_last(steps):
+def test_history_has_the_requested_steps_from_first_to_last(steps):
     for count in range(2, steps + 2):
         history = history_steps(steps, count)
         assert len(set(history)) == len(history) == count and history == sorted(history)
@@ -84,12 +84,12 @@ def test_history_is_as_many_steps_as_asked_for_from_the_first_to_the_last(steps)
     assert history_steps(steps, 0) == [] and history_steps(steps, 1) == [steps]
 
 
-def test_history_is_even_by_logarithm():
+def test_history_is_spaced_logarithmically():
     found = np.log(history_steps(10**6, 20)[6:])  # before that, rounded to integers
     assert np.ptp(np.diff(found)) < 0.1
 
 
-def test_save_allows_donation_of_the_state_at_once(checkpoints):
+def test_save_allows_immediate_donation_of_the_state(checkpoints):
     """The save is asynchronous: later writes to the buffers must not reach the disk."""
     count = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     now = jax.device_put({"w": np.zeros((1000, 1000), np.float32)})
@@ -113,7 +113,7 @@ def test_restore_on_fewer_devices_is_bit_exact(checkpoints):
 
 
 @pytest.mark.parametrize("convert, back", [(stack_layers, unstack_layers), (unstack_layers, stack_layers)])
-def test_layers_saved_stacked_restore_one_by_one_and_the_reverse(checkpoints, convert, back):
+def test_layers_saved_stacked_restore_unstacked_and_vice_versa(checkpoints, convert, back):
     layers = {f"block_{n}": {"kernel": normal(n)} for n in range(11)} | {"norm": np.ones(3, np.float32)}
     saved, wanted = (jax.jit(to)(state_of(7, layers)._asdict()) for to in (back, convert))
     saved, wanted = TrainState(**saved), TrainState(**wanted)
@@ -126,7 +126,7 @@ def test_layers_saved_stacked_restore_one_by_one_and_the_reverse(checkpoints, co
     equal(checkpoints.restore_params(7, wanted.params), wanted.params)
 
 
-def test_a_users_parameters_named_like_layers_restore_as_they_are(checkpoints):
+def test_user_parameters_named_like_layers_restore_unchanged(checkpoints):
     params = {"blocks": {"block_0": normal(0), "gain": np.float32(1)}, "block_0": {"w": np.zeros(3, np.float32)}}
     state = state_of(7, params)
     checkpoints.save(state)
@@ -178,7 +178,7 @@ def test_damage_finds_missing_and_truncated_files(saved):
 
 
 def test_set_aside_keeps_damaged_checkpoints(saved):
-    for _ in range(2):  # the second in place of the first
+    for _ in range(2):  # the second replaces the first
         (Path(saved.directory) / "7" / "manifest.json").write_text("[]")
         assert saved.newest_intact() == (3, {7: "manifest.json is not a valid manifest"})
         assert saved.set_aside(7) == "7.damaged" and saved.steps() == [3]
@@ -226,7 +226,7 @@ def test_save_on_a_full_disk_keeps_older_checkpoints(saved, monkeypatch):
 
 @pytest.mark.parametrize("folder", ["9", "opt_state"])
 def test_save_that_cannot_create_a_folder_leaves_no_threads(saved, monkeypatch, folder):
-    """As without free inodes: Orbax's threads would wait for the folder and keep the process alive."""
+    """As when no inodes are free: Orbax's threads would wait for the folder and keep the process alive."""
     mkdir = os.mkdir
 
     def full(path, *args, **kwargs):
@@ -260,7 +260,7 @@ def test_sha256_depends_on_every_bit_and_the_order_of_paths():
     assert sha256(params) == sha256(renamed)  # the same bytes in the same order
 
 
-def test_storage_without_its_package_is_one_line(monkeypatch):
+def test_storage_without_its_package_raises_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     for url in ("gs://bucket/kept", "nowhere://bucket/kept"):
         with pytest.raises(UserError, match=f"checkpoint.dir = {url} cannot be reached") as error:

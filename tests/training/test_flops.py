@@ -31,7 +31,7 @@ def test_flops_per_token_match_xla_count(options):
     def loss(params, tokens):
         return model.apply(params, tokens).sum()
 
-    # The tokens are an argument: XLA would fold constants, and not count what depends on them alone.
+    # Tokens are an argument: XLA would fold constants, and not count operations that depend only on them.
     counted = jax.jit(jax.grad(loss)).lower(params, tokens).compile().cost_analysis()["flops"] / tokens.size
     keys_not_counted = 64 - (64 + 1) / 2
     formula = flops.per_token(model, 64) + 12 * 2 * 128 * keys_not_counted
@@ -44,7 +44,7 @@ def test_flops_per_token_count_keys_within_the_window():
     assert full - windowed == pytest.approx(12 * 2 * 128 * (visible[1] - visible[0]))
 
 
-# FLOPs of decoding the seventh token besides those of weights, of two layers of four heads of 4 features.
+# FLOPs per layer of decoding the seventh token, besides those of weights, with four heads of 4 features.
 OF_CACHES = {
     "attention": 4 * 7 * 4 * 4,
     "differential": 2 * 7 * 4 * (4 + 8),
@@ -56,7 +56,7 @@ OF_CACHES = {
 
 
 @pytest.mark.parametrize("kind", OF_CACHES)
-def test_decoded_token_takes_two_for_each_weight_and_what_its_cache_holds(kind):
+def test_decoded_token_costs_two_flops_per_weight_plus_its_cache(kind):
     model = GPT.of(**SMALL, layers=kind)
     params = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"]
     leaves = jax.tree_util.tree_leaves_with_path(params)
@@ -71,7 +71,7 @@ class EightTimes(MultiHeadAttention):
 
 
 @pytest.mark.parametrize("impl", ["dense", "blockwise"])
-def test_layer_of_a_user_that_attends_eight_times_takes_eight_times_as_much(impl):
+def test_user_layer_that_attends_eight_times_costs_eight_times(impl):
     once, auto = (model_of(each, num_layers=1, context=300) for each in (impl, "auto"))
     assert flops.per_token(once, 300) == flops.per_token(auto, 300)
     layer = KINDS[register(EightTimes)](impl=impl)
@@ -79,7 +79,7 @@ def test_layer_of_a_user_that_attends_eight_times_takes_eight_times_as_much(impl
     assert eight - flops.per_token(once, 300) == pytest.approx(7 * 12 * 128 * (300 + 1) / 2)
 
 
-def test_operations_of_loops_branches_convolutions_and_calls_within_vmap_are_all_counted():
+def test_loops_branches_convolutions_and_calls_in_vmap_are_counted():
     x, kernel = jnp.ones((2, 9, 4)), jnp.ones((3, 2, 6))
     product = 2 * 4 * 4 * 4
     square = jnp.ones((4, 4))
@@ -95,7 +95,7 @@ def test_operations_of_loops_branches_convolutions_and_calls_within_vmap_are_all
         return attention(q, q, q, mask=MaskFn(lambda b, h, i, j: ids[i] == ids[j]) & Causal())
 
     assert counting.operations(by_data, jnp.ones((9, 2, 4)), jnp.arange(9)) == 2 * 45 * 4 * 4
-    with pytest.warns(UserWarning, match="while loop is counted as one turn"):
+    with pytest.warns(UserWarning, match="while loop is counted as one iteration"):
         assert (
             counting.operations(lambda y: lax.while_loop(lambda y: y[0, 0] < 9, lambda y: y @ y, y), square) == product
         )
@@ -106,7 +106,7 @@ def test_peak_flops_are_plausible():
 
 
 def test_decoded_token_costs_its_weights_and_its_visible_keys():
-    """Two layers, one with a window of 3; four heads of 4 features, two of keys; 16 positions."""
+    """Two layers, one with a window of 3; four heads of 4 features, two key heads; 16 positions."""
     local, keys = {"window": 3}, {"kv_heads": 2}
     model = GPT.of(**SMALL, layers="local attention", local=local | keys, attention=keys)
     weights = 2 * (16 * 4 * (2 * 4 + 2 * 2) + 2 * 4 * 16 * 16) + 10 * 16

@@ -1,6 +1,6 @@
-"""Losses of short runs, as they were when these programs were last known to be right.
+"""Losses of short runs, recorded when these programs were last known to be right.
 
-After a change that is meant to alter them: python -m tests.training.test_golden_losses
+After an intended change of losses, record them again: python -m tests.training.test_golden_losses
 """
 
 import json

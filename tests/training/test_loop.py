@@ -1,4 +1,4 @@
-"""Steps grouped into calls, and runs trained together: what each step, and each run alone, would give."""
+"""Steps grouped into calls and runs trained together give what each step and each run would give alone."""
 
 import contextlib
 import functools
@@ -35,7 +35,7 @@ BATCHES = TrainBatches(np.random.default_rng(0).integers(0, 31, 5000), context=1
 SEEDS_AND_RATES = ((0, 3e-3), (1, 1e-3), (2, 1e-2))
 OPTIONS = {"local": {"model.local.window": 5}}
 THREE = Population(3)
-FAST = ("attention", "gated_delta")  # a mixer of every operator
+FAST = ("attention", "gated_delta")  # one mixer per operator
 
 
 def experiment(strategy="mesh", devices=1, model=None, **fields):
@@ -60,7 +60,7 @@ def leaves(tree):
 # --- calls
 
 
-def test_steps_have_the_same_bits_however_they_are_grouped():
+def test_steps_have_the_same_bits_in_any_grouping():
     run, found = experiment(model=runs.Bigram(31)), []
     for most, groups in ((1, [1] * 7), (8, [7]), (8, [3, 1, 3]), (4, [4, 3])):
         now, at, losses = run.create_state(), 0, []
@@ -74,9 +74,9 @@ def test_steps_have_the_same_bits_however_they_are_grouped():
 
 
 def test_run_killed_at_every_step_of_a_call_resumes_in_other_calls(tmp_path, monkeypatch):
-    """Nothing of a call is on disk before its end, so that it does not matter when a kill interrupts it."""
+    """A call writes nothing to disk before its end, so it does not matter when a kill interrupts it."""
     as_fast = property(lambda timer: 1e-9, lambda timer, seconds: None)
-    monkeypatch.setattr(profiling.Timer, "pace", as_fast, raising=False)  # calls end for other reasons than time
+    monkeypatch.setattr(profiling.Timer, "pace", as_fast, raising=False)  # calls do not end because of time
     counts, take = [], TrainProgram.train_steps
     monkeypatch.setattr(TrainProgram, "train_steps", lambda *args: counts.append(len(args[2])) or take(*args))
     own = {"model": runs.Bigram()}
@@ -92,8 +92,8 @@ def test_run_killed_at_every_step_of_a_call_resumes_in_other_calls(tmp_path, mon
     assert runs.same_checkpoints(tmp_path / "run", tmp_path / "undisturbed")
 
 
-def test_rates_of_calls_are_of_their_own_time(tmp_path, monkeypatch):
-    """Where a dispatch lasts as long as its call, as that of a loop on a GPU: 1/128 s a step here."""
+def test_token_rates_of_calls_use_their_own_time(tmp_path, monkeypatch):
+    """A dispatch lasts as long as its call here, like that of a loop on a GPU: 1/128 s per step."""
     clock, take = types.SimpleNamespace(now=0.0), TrainProgram.train_steps
 
     def train_steps(run, state, batches, *rest):
@@ -112,10 +112,10 @@ def test_rates_of_calls_are_of_their_own_time(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in FAST else pytest.mark.slow) for k in KINDS])
-def test_step_of_runs_together_equals_each_alone(kind):
-    """SGD, as Adam's first step has the size of the rate whatever the gradient, also of one that is rounding alone.
+def test_step_of_joint_runs_equals_each_run_alone(kind):
+    """SGD, because Adam's first step has the size of the rate even if the gradient is only rounding.
 
-    Norms are sums of some 10⁴ squares in another order: ε√10⁴ = 6e-6.
+    Norms are sums of about 10⁴ squares in another order: ε√10⁴ = 6e-6.
     """
     run = experiment(**{"model.layers": kind, "optimizer.name": "sgd"} | OPTIONS.get(kind, {}))
     made, batches, states = several(run)
@@ -131,7 +131,7 @@ def test_step_of_runs_together_equals_each_alone(kind):
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_twenty_steps_in_float64_equal_each_alone():
+def test_twenty_float64_steps_of_joint_runs_equal_each_run_alone():
     with jax.enable_x64(True):
         model = GPT.of(vocab_size=31, num_layers=1, num_heads=2, width=16, context=16, dtype=jnp.float64)
         tokens = BATCHES[0].tokens[:, :-1]
@@ -160,7 +160,7 @@ def test_twenty_steps_in_float64_equal_each_alone():
 
 
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
-def test_runs_together_over_devices_equal_one_device(strategy):
+def test_joint_runs_over_devices_equal_one_device(strategy):
     losses = []
     for run in (experiment(model=runs.Bigram(31)), experiment(strategy, 4, model=runs.Bigram(31))):
         made, batches, states = several(run)
@@ -170,14 +170,14 @@ def test_runs_together_over_devices_equal_one_device(strategy):
 
 
 class Fragile(runs.Bigram):
-    """A Bigram whose loss of a batch that begins with token 30 is NaN."""
+    """A Bigram whose loss is NaN for batches that begin with token 30."""
 
     def __call__(self, tokens, **options):
         return super().__call__(tokens, **options) + jnp.where(tokens[0, 0] == 30, jnp.nan, 0.0)
 
 
-def test_run_that_diverges_keeps_its_last_state_and_the_others_go_on():
-    """Also on batches after the one that makes it diverge."""
+def test_diverged_run_keeps_its_last_state_and_others_continue():
+    """Even on batches after the one that makes it diverge."""
     run = experiment(model=Fragile(31))
     made, batches, states = several(run)
     stacked = [Stacked(batches)[n] for n in range(5)]
@@ -209,7 +209,7 @@ def quietly(function, *arguments):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The folder of four runs, one after another."""
+    """The folder of four runs, trained one after another."""
     folder = tmp_path_factory.mktemp("alone")
     assert quietly(together.train_all, configs_of(folder, range(4)), "1")[0] == 0
     return folder
@@ -226,12 +226,12 @@ def assert_alike(folder, others, seeds):
         assert runs.kept(folder / f"seed={seed}") == runs.kept(others / f"seed={seed}")
 
 
-def test_first_of_runs_one_after_another_equals_a_run_of_its_own(alone):
+def test_first_of_sequential_runs_equals_a_separate_run(alone):
     assert runs.records(alone / "seed=0") == runs.records(runs.finished()[0])
     assert runs.same_checkpoints(alone / "seed=0", runs.finished()[0])
 
 
-def test_runs_together_have_folders_as_each_alone_and_resume_in_any_grouping(alone, tmp_path):
+def test_joint_runs_save_like_single_runs_and_resume_in_any_grouping(alone, tmp_path):
     fields = {"parallel__steps_per_call": 5}
     made = [resolve(config, workdir) for workdir, config in configs_of(tmp_path, range(2), **fields).items()]
     shared = load(made[0])
@@ -240,15 +240,15 @@ def test_runs_together_have_folders_as_each_alone_and_resume_in_any_grouping(alo
         members = [opened.enter_context(open_run(plan, shared=shared, together=2)) for plan in made]
         TrainLoop(members, preemption, on_step=runs.crash_at(7)).run()
     assert [runs.kept(tmp_path / f"seed={seed}") for seed in range(2)] == [[4], [4]]
-    run, out = quietly(train.train, runs.quick(seed=0, **fields), tmp_path / "seed=0")  # one goes on alone
+    run, out = quietly(train.train, runs.quick(seed=0, **fields), tmp_path / "seed=0")  # one continues alone
     assert run.signal == 0 and "resumed from step 4" in out
     code, out = quietly(together.train_all, configs_of(tmp_path, range(1, 4)), "2")  # one alone, two together
     assert code == 0
     assert_alike(tmp_path, alone, range(4))
 
 
-def test_runs_that_fail_together_go_on_by_halves(alone, tmp_path, monkeypatch):
-    """As for want of memory, at the first step and after a checkpoint that some of them have saved."""
+def test_joint_runs_that_fail_continue_in_halves(alone, tmp_path, monkeypatch):
+    """They run out of memory at the first step, and again after some of them have saved a checkpoint."""
     run, tried = TrainLoop.run, []
 
     def failing(self):
@@ -265,20 +265,20 @@ def test_runs_that_fail_together_go_on_by_halves(alone, tmp_path, monkeypatch):
 
     monkeypatch.setattr(TrainLoop, "run", failing)
     code, out = quietly(together.train_all, configs_of(tmp_path, range(3)), "3")
-    assert code == 0 and tried[0] == 3 and "3 runs together failed (out of memory" in out
+    assert code == 0 and tried[0] == 3 and "3 runs failed together (out of memory" in out
     assert all(f'["seed={n}", ""]' in out for n in (1, 2)) and '["seed=0", "out of memory' in out
     monkeypatch.undo()
     assert quietly(together.train_all, configs_of(tmp_path, range(3)), "1")[0] == 0
     assert_alike(tmp_path, alone, range(3))
 
 
-def test_runs_that_all_diverge_are_told_and_end_the_process(tmp_path):
+def test_joint_runs_that_all_diverge_are_reported_and_end(tmp_path):
     fields = {"eval__every": 1, "optimizer__learning_rate": 1e30}
     code, out = quietly(together.train_all, configs_of(tmp_path, range(2), **fields), "2")
     assert code == 0 and all(f'["seed={n}", "param_norm is' in out for n in range(2))
 
 
-def test_signal_in_the_last_save_of_a_run_starts_no_other(tmp_path, monkeypatch):
+def test_signal_during_the_last_save_starts_no_other_run(tmp_path, monkeypatch):
     finish = Members.finish
 
     def interrupted(self, step):

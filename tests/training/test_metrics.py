@@ -51,7 +51,7 @@ def test_log_changed_before_the_offset_is_refused(tmp_path):
     offset, whole = log.offset(), path.read_bytes()
     for damaged in (whole[:-1], whole.replace(b"2.0", b"2.1"), b""):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match="when step 1 was saved"):
+        with pytest.raises(UserError, match="has changed since step 1 was saved"):
             metrics.MetricsLog(path, offset, last_step=1)
         assert path.read_bytes() == damaged
     path.unlink()
@@ -74,7 +74,7 @@ def test_log_with_events_writes_tensorboard_files(tmp_path):
     assert b"train/loss" in events.read_bytes() and b"En un lugar" in events.read_bytes()
 
 
-def test_starts_within_one_second_write_to_events_of_their_own(tmp_path):
+def test_starts_within_one_second_write_separate_event_files(tmp_path):
     for loss in ("first", "second", "third"):
         tracker = TensorBoard(tmp_path)
         tracker.log(1, {loss: 2.0})
@@ -95,7 +95,7 @@ def test_events_do_not_import_pytorch(tmp_path):
     assert out.stdout == "written\nimported\n" and list((tmp_path / "events").iterdir())
 
 
-def test_events_on_a_full_disk_are_given_up_in_one_line_and_stop_nothing(tmp_path, monkeypatch, capsys):
+def test_events_on_a_full_disk_are_disabled_without_stopping_the_run(tmp_path, monkeypatch, capsys):
     log = metrics.MetricsLog(tmp_path / "metrics.jsonl", trackers=[TensorBoard(tmp_path / "events")])
     log.write(step=1, split="train", loss=2.0)
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
@@ -109,7 +109,7 @@ def test_events_on_a_full_disk_are_given_up_in_one_line_and_stop_nothing(tmp_pat
     assert err == "TensorBoard logging disabled (No space left on device); training continues\n"
 
 
-def test_events_without_tensorboardx_are_given_up_in_one_line(tmp_path, monkeypatch, capsys):
+def test_events_without_tensorboardx_are_disabled_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     events = TensorBoard(tmp_path / "events")
     for step in (1, 2):
@@ -153,7 +153,7 @@ def test_reporter_without_terminal_prints_plain_lines(capsys):
     ],
     ids=str,
 )
-def test_peaks_are_told_where_the_backend_tells_them(stats, peak):
+def test_memory_peaks_are_reported_if_the_backend_knows_them(stats, peak):
     found = metrics.memory_peaks([mock.Mock(jax.Device, memory_stats=mock.Mock(side_effect=[each])) for each in stats])
     assert found.get("device_peak_memory_bytes") == peak
     assert 50_000_000 < found["host_peak_memory_bytes"] < 1 << 40

@@ -1,4 +1,4 @@
-"""Schedules for any number of steps and extensions, optimizers by name, weight decay, clipping, and the average."""
+"""Schedules for any number of steps and extensions, optimizers by name, weight decay, clipping and averaging."""
 
 import functools
 
@@ -18,7 +18,7 @@ NAMES = ("adamw", "muon", "lion", "sgd")
 
 
 def rates(*runs):
-    """The learning rates at 0 … steps of each (config, steps), by one program."""
+    """The learning rates at 0 … steps of each (config, steps), computed by one program."""
     schedules = [(optimizers.learning_rate(config, steps), steps) for config, steps in runs]
     return map(np.asarray, jax.jit(lambda: [rate(jnp.arange(steps + 1)) for rate, steps in schedules])())
 
@@ -38,7 +38,7 @@ def reference_rates(config, steps):
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_schedule_equals_its_formula_at_every_step(schedule):
-    """From the first step to the last, also without warm-up or decay, and in runs shorter than both."""
+    """From the first step to the last, even without warm-up or decay, and in runs shorter than both."""
     rng, runs = np.random.default_rng(0), []
     for steps in (1, 2, 3, 4, 50, 201, 2000):
         for warmup in {0, 1, int(rng.integers(2, 50)), 100}:
@@ -48,7 +48,7 @@ def test_schedule_equals_its_formula_at_every_step(schedule):
                 runs.append((Optimizer(schedule=schedule, final_fraction=last, **fields), steps))
     for (config, steps), found in zip(runs, rates(*runs), strict=True):
         expected = reference_rates(config, steps)
-        # Float32 roundings of a count of up to 2000 over the steps, and of the rate.
+        # Float32 roundings of count / steps, for counts up to 2000, and of the rate.
         atol = 1e-6 * config.learning_rate
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=atol, err_msg=f"{config, steps}")
 
@@ -124,15 +124,15 @@ def test_stacked_layers_get_the_same_updates(float64):
 
 
 def clipped(gradients):
-    """The gradients, shortened to `clip_norm` where they are longer, and the norms that they had."""
+    """The gradients clipped to `clip_norm`, and their norms before clipping."""
     norms = [np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(gradient))) for gradient in gradients]
     shares = [max(1, norm / Optimizer().clip_norm) for norm in norms]
     return [jax.tree.map(lambda x, n=n: x / n, gradient) for gradient, n in zip(gradients, shares)], norms
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
-def test_updates_of_the_clipped_gradient_are_those_of_each_optimizers_paper(float64, scale):
-    """Where a gradient is longer than `clip_norm`, and where it is not."""
+def test_updates_follow_each_optimizers_paper_after_clipping(float64, scale):
+    """With gradients longer than `clip_norm`, and with shorter ones."""
     params, gradients = params_and_gradients()
     gradients = jax.tree.map(lambda x: scale * x, gradients)
     updates, config = two_updates(params, gradients), Optimizer(**OF_ALL)
@@ -152,7 +152,7 @@ def test_updates_of_the_clipped_gradient_are_those_of_each_optimizers_paper(floa
     for name, expected in directions.items():
         for n, direction in enumerate(expected, 1):
             found = updates[name][n - 1]["block_1"]["mlp"]["up"]["kernel"]
-            rate = config.learning_rate * n / 51  # at the nth of 50 updates of the warm-up
+            rate = config.learning_rate * n / 51  # in the nth of 50 warm-up updates
             np.testing.assert_allclose(found, -rate * (direction + decay), rtol=1e-5, err_msg=name)  # float32 rates
 
 
@@ -165,16 +165,16 @@ def orthogonalized(matrix):
     return x
 
 
-def test_muon_moves_each_projection_by_its_orthogonalized_gradient(float64):
-    """The matrices of all heads together: [width, heads · head_dim] of queries, [heads · head_dim, width] of `out`."""
+def test_muon_updates_each_projection_by_its_orthogonalized_gradient(float64):
+    """All heads form one matrix: [width, heads · head_dim] for queries, [heads · head_dim, width] for `out`."""
     params, gradients = params_and_gradients()
     (first, second), norms = clipped(gradients)
     assert min(norms) > Optimizer().clip_norm
     b = Optimizer().muon_momentum
-    # Nesterov's momentum, each sum over its weights (Dozat 2016).
+    # Nesterov's momentum, each sum divided by its total weight (Dozat 2016).
     ahead = jax.tree.map(lambda x, y: b * (b * x + y) / (1 - b**3) + y / (1 - b**2), first, second)
     for n, (direction, updates) in enumerate(zip((first, ahead), two_updates(params, gradients)["muon"]), 1):
-        rate = 0.1 * n / 51  # at the nth of 50 updates of the warm-up
+        rate = 0.1 * n / 51  # in the nth of 50 warm-up updates
         for layer, kernel, shape in (
             ("attention", "query", (8, 8)),
             ("attention", "value", (8, 8)),
@@ -190,13 +190,13 @@ def test_muon_moves_each_projection_by_its_orthogonalized_gradient(float64):
             # Optax adds 1e-8 to the norm of the clipped gradient, which is between 0.1 and 1.
             np.testing.assert_allclose(found, -rate * moved, rtol=1e-5, atol=1e-9)
         g, w, found = (tree["block_1"]["attention"]["in"]["kernel"] for tree in (direction, params, updates))
-        # Gate and values of 16 features, a key and a query of 4, and the steps of two heads: a matrix each.
+        # Gate and values of 16 features, a key and a query of 4, and time steps of two heads: one matrix each.
         for part in np.split(np.arange(42), [16, 32, 36, 40]):
             moved = max(1, len(part) / 8) ** 0.5 * orthogonalized(g[:, part]) + 0.5 * w[:, part]
             np.testing.assert_allclose(found[:, part], -rate * moved, rtol=1e-5, atol=1e-9)
 
 
-def test_muon_leaves_embeddings_norms_biases_and_depthwise_kernels_to_adamw(float64):
+def test_muon_leaves_parameters_that_are_no_matrices_to_adamw(float64):
     updates = two_updates(*params_and_gradients())
     for muon, adamw in zip(updates["muon"], updates["adamw"]):
         for path, update in flat(muon).items():
@@ -205,12 +205,12 @@ def test_muon_leaves_embeddings_norms_biases_and_depthwise_kernels_to_adamw(floa
 
 
 @pytest.mark.parametrize("matrices", [None, {}])
-def test_muon_without_matrices_is_one_line(matrices):
-    with pytest.raises(UserError, match="'muon', and the matrices"):
+def test_muon_without_matrices_raises_one_line(matrices):
+    with pytest.raises(UserError, match="'muon' needs the model's matrices, but no"):
         optimizers.make(Optimizer(name="muon"), 100, matrices=matrices)
 
 
-def test_half_life_in_tokens_halves_a_gradients_weight_whatever_the_batch():
+def test_half_life_in_tokens_is_independent_of_batch_size():
     assert optimizers.decay_rate(Optimizer(), 768) == Optimizer().b2
     config = Optimizer(b2_halflife=30_720.0)
     for tokens in (768, 1536, 30_720):
@@ -227,7 +227,7 @@ def test_average_weighs_the_parameters_of_every_update():
         def update(average, now):
             return [optimizers.averaged(x, *now, decay) for x, decay in zip(average, decays)], None
 
-        before = [jnp.float32(123.0)] * 3  # without weight
+        before = [jnp.float32(123.0)] * 3  # has no weight
         return jax.lax.scan(update, before, (values, jnp.arange(1, 31)))[0]
 
     for decay, average in zip(decays, averages(values)):

@@ -1,4 +1,4 @@
-"""Values that are passed to `train`: a run goes on with those that compute the same."""
+"""Objects passed to `train`: a run continues with objects that compute the same."""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def capped(cap):
 
 
 def saved(passed, config=CONFIG):
-    """As in `config.json`."""
+    """The metadata of `passed`, as in `config.json`."""
     return passed.metadata() | {"versions": {name: code.record() for name, code in passed.code(config).items()}}
 
 
@@ -45,68 +45,66 @@ def saved(passed, config=CONFIG):
     ],
     ids=["model", "optimizer"],
 )
-def test_run_continues_with_what_computes_the_same_alone(one, same, other):
+def test_run_continues_only_with_objects_that_compute_the_same(one, same, other):
     kept = saved(Overrides(**one))
     Overrides(**same).check_continues(kept, CONFIG, "runs/x")
     with pytest.raises(UserError, match=f"^the code of {next(iter(other))} = .* has changed since runs/x began, its "):
         Overrides(**other).check_continues(kept, CONFIG, "runs/x")
 
 
-def test_run_continues_with_a_function_that_computes_the_same_and_an_equal_mask():
+def test_run_continues_with_equivalent_function_and_equal_mask():
     one, same, other = (with_parts(CONFIG, score_mod=capped(cap)) for cap in (2.0, 2.0, 0.01))
     begun = saved(NOTHING, one)
     NOTHING.check_continues(begun, same, "runs/x")
-    assert not same.difference(one) and not other.difference(one)  # which the version tells apart
+    assert not same.difference(one) and not other.difference(one)  # only the version differs
     with pytest.raises(UserError, match="^the code of 'capped.<locals>.<lambda>' in .* has changed since runs/x began"):
         NOTHING.check_continues(begun, other, "runs/x")
     three, four = (with_parts(CONFIG, mask=SlidingWindow(left)) for left in (3, 4))
-    assert four.difference(three).startswith("config.model.attention.mask = SlidingWindow(left=4, right=0), there it ")
+    assert four.difference(three).startswith("config.model.attention.mask = SlidingWindow(left=4, right=0), but it ")
     assert not NOTHING.code(three) and three == with_parts(three, mask=SlidingWindow(3))
-    with pytest.raises(
-        UserError, match="^mask = .*left=4.*, but layers of attention have .*left=3.*: leave one of them"
-    ):
+    with pytest.raises(UserError, match="^mask = .*left=4.*, but attention layers have .*left=3.*: remove one of them"):
         with_parts(three, mask=SlidingWindow(4))
-    with pytest.raises(UserError, match="mask= is for attention, and layers of gru have none: leave it out"):
+    with pytest.raises(UserError, match="mask= applies to attention, which gru layers do not have: remove it"):
         with_parts(CONFIG, layers="gru", mask=Causal())
 
 
 @pytest.mark.parametrize(
     "passed, before, message",
     [
-        (NOTHING, Overrides(model=Tiny()), "holds a run with model = Tiny.*, and model= gives None: pass the same"),
+        (NOTHING, Overrides(model=Tiny()), "holds a run with model = Tiny.*, but model is now None: pass the same"),
         (
             Overrides(optimizer=optax.sgd(1.0)),
             NOTHING,
-            "a run with optimizer = None, and optimizer= gives a user's: pass",
+            "a run with optimizer = None, but optimizer is now a user's: pass",
         ),
     ],
     ids=["model", "optimizer"],
 )
-def test_what_was_passed_is_passed_again(passed, before, message):
+def test_resuming_requires_the_passed_objects_again(passed, before, message):
     with pytest.raises(UserError, match=message):
         passed.check_continues(before.metadata(), CONFIG, "runs/x")
 
 
-def test_run_of_an_attnlab_with_other_versions_is_refused():
+def test_run_with_older_code_versions_is_refused():
     passed = Overrides(model=Tiny())
     with pytest.raises(UserError, match="^runs/x was begun by an older attnlab, with other versions of code: train"):
         passed.check_continues(passed.metadata(), CONFIG, "runs/x")
 
 
-def test_run_of_an_attnlab_that_did_not_save_its_mask_is_refused():
+def test_older_run_that_did_not_save_its_mask_is_refused():
     with pytest.raises(UserError, match="^runs/x was begun by an older attnlab, which did not save its mask: train it"):
         NOTHING.check_reads({"user_defined": {"mask": "Causal()", "model": None, "optimizer": False}}, CONFIG, "runs/x")
 
 
 @pytest.mark.parametrize("model, precision", [(Tiny(), "float32"), (Tiny(dtype=jnp.bfloat16), "bfloat16")])
-def test_precision_is_what_the_model_computes_in(model, precision):
+def test_precision_is_the_type_the_model_computes_in(model, precision):
     passed, other = Overrides(model=model), {"float32": "bfloat16", "bfloat16": "float32"}[precision]
     assert passed.precision("auto") == passed.precision(precision) == precision
     assert precision == "bfloat16" or passed.precision("tf32") == "tf32"
-    with pytest.raises(UserError, match=f"config.precision = '{other}', but Tiny computes in {precision}: leave it"):
+    with pytest.raises(UserError, match=f"config.precision = '{other}', but Tiny computes in {precision}: remove it"):
         passed.precision(other)
 
 
-def test_precision_that_a_run_cannot_name_is_refused():
+def test_unsupported_type_of_a_model_is_refused():
     with pytest.raises(UserError, match="Tiny computes in float16: expected float32 or bfloat16"):
         Overrides(model=Tiny(param_dtype=jnp.float16)).precision("auto")

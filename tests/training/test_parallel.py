@@ -38,7 +38,7 @@ def test_first_gradient_on_four_devices_equals_one_device(layouts, options):
         assert distance(gradient(experiment("mesh", 1, **without)), reference) > 0.1
 
 
-def test_gradients_of_all_parts_are_summed_over_devices_once_a_step():
+def test_gradients_of_all_parts_are_summed_over_devices_once_per_step():
     computations = programs.parse(experiment(*LAYOUTS["tensor"], accumulation=4).lower().compile().as_text())
     summed = [line for lines in computations.values() for line in lines if line.opcode.startswith("all-reduce")]
     of_embedding = [line.computation for line in summed if "f32[31,32]" in line.shape]
@@ -55,7 +55,7 @@ def test_gradient_of_split_sequences_equals_one_device_for_all_positions(options
     assert distance(gradient(experiment(*LAYOUTS["context"], **options)), reference) < 1e-6
 
 
-def test_gradient_of_packed_documents_is_the_same_however_the_batch_is_cut():
+def test_gradient_of_packed_documents_is_independent_of_batch_split():
     starts = np.sort(np.random.default_rng(1).choice(len(TOKENS), 700, replace=False))
     packed = TrainBatches(TOKENS, context=16, batch_size=16, seed=0, documents=np.r_[0, starts].astype(np.int64))
     counts = state.counted(packed[0]).reshape(4, -1).sum(axis=1)
@@ -89,7 +89,7 @@ print(np.abs(split / one - 1).max())
 
 
 @pytest.mark.slow
-def test_losses_on_data_fsdp_and_tensor_axes_of_eight_devices_equal_one_device():
+def test_losses_on_a_mesh_of_eight_devices_equal_one_device():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     command = [sys.executable, "-c", EIGHT_DEVICES]
     printed = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
@@ -130,7 +130,7 @@ def test_windows_of_131072_tokens_train_over_fsdp_and_context(tmp_path, window):
     ],
     ids=str,
 )
-def test_size_that_devices_do_not_divide_names_the_nearest_that_they_do(fields, message):
+def test_indivisible_size_error_names_the_nearest_divisible_sizes(fields, message):
     parallel.check_shares(configs.RunConfig(), 4)
     with pytest.raises(UserError, match=message):
         parallel.check_shares(configs.RunConfig.of(fields), 4)
@@ -149,6 +149,6 @@ def test_size_that_devices_do_not_divide_names_the_nearest_that_they_do(fields, 
     ],
     ids=str,
 )
-def test_make_with_a_size_that_the_devices_have_not_raises(arguments, message):
+def test_make_with_impossible_axis_sizes_raises(arguments, message):
     with pytest.raises(UserError, match=rf"mesh\.{message}, .*4 devices"):
         parallel.make(*arguments)

@@ -1,4 +1,4 @@
-"""The precision of a run: what "auto" stands for on a device, where there is TF32, and what a log names."""
+"""The precision of a run: what "auto" means on each device, which devices have TF32, and precision of products."""
 
 from unittest import mock
 
@@ -22,11 +22,11 @@ def device(platform, **attributes):
         ("gpu", "7.5", "float32"),
         ("gpu", "8.0", "bfloat16"),
         ("gpu", "10.0", "bfloat16"),
-        ("gpu", "gfx90a", "float32"),  # no figures of it
+        ("gpu", "gfx90a", "float32"),  # not measured
         ("unknown", None, "float32"),
     ],
 )
-def test_auto_is_bfloat16_where_an_accelerator_multiplies_it_faster(platform, capability, expected):
+def test_auto_is_bfloat16_on_accelerators_that_multiply_it_faster(platform, capability, expected):
     assert precision.resolved("auto", device(platform, compute_capability=capability)) == expected
 
 
@@ -49,11 +49,11 @@ A100, V100 = (device("gpu", compute_capability=version, device_kind="Tesla V100"
 def test_tf32_is_kept_on_ampere_and_an_error_on_devices_that_lack_it():
     assert precision.resolved("tf32", A100) == "tf32"
     for lacking, kind in ((V100, "Tesla V100"), (device("tpu", device_kind="TPU v5"), "TPU v5"), (None, "cpu")):
-        with pytest.raises(UserError, match=f"'tf32' needs NVIDIA's Ampere .*, and this is a {kind}: use float32"):
+        with pytest.raises(UserError, match=f"'tf32' needs NVIDIA's Ampere or newer, not a {kind}: use float32"):
             precision.resolved("tf32", lacking)
 
 
-def test_run_in_tf32_starts_where_there_is_tf32_and_is_evaluated_anywhere(tmp_path):
+def test_tf32_run_trains_only_with_tf32_and_is_evaluated_anywhere(tmp_path):
     plan = run.resolve(RunConfig.of({"precision": "tf32"}), device=A100)
     assert plan.config.precision == "tf32" and plan.config.model.dtype == "float32"
     corpus = {"name": "text", "sha256": "0" * 64, "characters": 1}
@@ -67,6 +67,6 @@ def test_run_in_tf32_starts_where_there_is_tf32_and_is_evaluated_anywhere(tmp_pa
 
 
 @pytest.mark.parametrize("name, of_jax", [("float32", "highest"), ("tf32", "tensorfloat32"), ("bfloat16", None)])
-def test_products_of_a_run_are_in_its_precision(name, of_jax):
+def test_products_use_the_precision_of_the_run(name, of_jax):
     with precision.products(name):
         assert jax.config.jax_default_matmul_precision == of_jax

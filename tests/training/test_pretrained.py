@@ -1,4 +1,4 @@
-"""Runs that start from a GPT-2, a Llama or another run take its weights, shape and tokenizer, also when resumed."""
+"""Runs that start from a GPT-2, a Llama or another run take its weights, shape and tokenizer, even when resumed."""
 
 import contextlib
 import functools
@@ -27,13 +27,13 @@ END_OF_TEXT = [7, 11]  # tokens without a usual name
 
 
 def of_gpt2(**fields):
-    """A GPT that a GPT-2 of Hugging Face can be."""
+    """A GPT that has the form of a Hugging Face GPT-2."""
     return GPT.of(num_layers=1, positions="learned", use_bias=True, attention={"qk_norm": False}, **fields)
 
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """A folder as from the Hugging Face hub: random weights, byte-level BPE, non-default options, an end of text."""
+    """A folder like those of the hub: random weights, byte-level BPE, non-default options, an end of text."""
     saved = tokenizers.make("bpe", TEXT, vocab_size=300).to_dict()
     tokenizer = tokenizers.from_dict(saved | {"end_of_text": END_OF_TEXT})
     options = {"mlp_ratio": 2.5, "activation": "relu", "norm_epsilon": 1e-4}
@@ -47,7 +47,7 @@ NULL = {"steps": 1, "optimizer__learning_rate": 1e-30, "optimizer__weight_decay"
 
 @pytest.fixture(scope="module")
 def started(gpt2, text, tmp_path_factory):
-    """The folder of a run from the GPT-2 after a step without effect, and what it printed."""
+    """The folder of a run that started from the GPT-2 and took a step without effect, and its output."""
     workdir, out = tmp_path_factory.mktemp("runs") / "started", io.StringIO()
     with contextlib.redirect_stdout(out):
         assert finetune(gpt2, text, workdir, **NULL) == 0
@@ -69,7 +69,7 @@ def test_run_from_gpt2_takes_its_weights_shape_and_tokenizer(gpt2, started):
     check_start(started[0], gpt2)
 
 
-def test_exported_run_is_a_folder_with_its_weights_and_tokens(started, tmp_path, capsys):
+def test_exported_run_has_its_weights_and_tokenizer(started, tmp_path, capsys):
     """The tokens that end a text come from the folder that the run started from."""
     workdir, folder = started[0], tmp_path / "exported"
     assert export.main(["export", f"--workdir={workdir}", f"--to={folder}"]) == 0
@@ -77,7 +77,7 @@ def test_exported_run_is_a_folder_with_its_weights_and_tokens(started, tmp_path,
     assert capsys.readouterr().out.startswith(f"{folder}: {names} (")
     run, again = attnlab.load(workdir), attnlab.load(folder)
     tables = run.params["params"]["embed"]
-    tables["embedding"] = tables["embedding"][: run.tokenizer.vocab_size]  # without the rows that pad it
+    tables["embedding"] = tables["embedding"][: run.tokenizer.vocab_size]  # without padding rows
     jax.tree.map(np.testing.assert_array_equal, run.params, again.params)
     assert again.model == run.model.replace(dropout=again.model.config.dropout, padded_vocab_size=None)
     assert run.tokenizer.end_of_text == again.tokenizer.end_of_text == tuple(END_OF_TEXT)
@@ -96,7 +96,7 @@ def test_exported_run_is_a_folder_with_its_weights_and_tokens(started, tmp_path,
         (["--workdir={new}", "--to={new}"], "no run"),
     ],
 )
-def test_impossible_export_is_one_line(options, message, started, tmp_path, mistake):
+def test_impossible_export_prints_one_line(options, message, started, tmp_path, mistake):
     options = [option.format(run=started[0], new=tmp_path / "new") for option in options]
     assert message in mistake(export.main, *options) and not (tmp_path / "new").exists()
 
@@ -113,21 +113,21 @@ def test_second_start_with_another_config_is_refused(gpt2, text, started, capsys
     assert f"starting from {gpt2}, sequences of 32 tokens" in out
     assert finetune(gpt2, text, workdir, **NULL) == 0
     for source, change, message in (
-        (gpt2, {"model__context": 4096}, "config.model.context = 4096, there it was 32"),
-        (gpt2, {"model__num_heads": 8}, "config.model.num_heads = 8 has no effect beside config.init_from"),
+        (gpt2, {"model__context": 4096}, "config.model.context = 4096, but it was 32"),
+        (gpt2, {"model__num_heads": 8}, "config.model.num_heads = 8 has no effect with config.init_from"),
         ("", {}, "config.init_from is missing"),
     ):
         assert finetune(source, text, workdir, **NULL, **change) == 2
         assert message in capsys.readouterr().err
-    # Values that the run has, where the experiment set others, change nothing.
+    # Values equal to the run's change nothing, even if the experiment set others.
     assert train.main(["train", f"--workdir={workdir}", "--config.model.num_layers=1"]) == 0
     assert finetune(gpt2, text, workdir, **NULL, model__num_heads=2, data__tokenizer="pretrained") == 0
     assert finetune(gpt2, text, gpt2) == 2
     assert "holds a Hugging Face model" in capsys.readouterr().err
 
 
-def test_run_that_saved_what_was_said_is_read(started, tmp_path, capsys):
-    """As runs before 0.2 did."""
+def test_run_of_older_version_with_said_fields_is_read(started, tmp_path, capsys):
+    """Runs before 0.2 saved the fields set on the command line as `said`."""
     workdir = shutil.copytree(started[0], tmp_path / "run")
     config = json.loads((workdir / "config.json").read_text())
     config["said"] = {"model.width": 768, "model.num_layers": 12, "data.tokenizer": "pretrained"}
@@ -160,10 +160,10 @@ def test_source_without_tokenizer_requires_naming_one(gpt2, text, tmp_path, caps
     assert sample.main(["sample", f"--workdir={source}"]) == 2
     assert "holds no tokenizer: put tokenizer.json there" in capsys.readouterr().err
     assert finetune(source, text, tmp_path / "a", steps=1, data__tokenizer="char") == 2  # differs from the run
-    assert "config.data.tokenizer = 'char', there it was 'byte'" in capsys.readouterr().err
+    assert "config.data.tokenizer = 'char', but it was 'byte'" in capsys.readouterr().err
 
 
-def test_impossible_start_is_one_line_and_creates_no_workdir(gpt2, text, tmp_path, mistake):
+def test_impossible_start_prints_one_line_and_creates_no_workdir(gpt2, text, tmp_path, mistake):
     broken = shutil.copytree(gpt2, tmp_path / "broken")
     weights = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(weights[:-9])
@@ -175,15 +175,15 @@ def test_impossible_start_is_one_line_and_creates_no_workdir(gpt2, text, tmp_pat
         (tmp_path / "nowhere", {}, "nowhere holds neither a run"),
         (broken, {}, "broken/model.safetensors is not a complete safetensors file"),
         (small, {}, "300 tokens and a model of 7"),
-        (gpt2, {"model__num_layers": 7}, "config.model.num_layers = 7 has no effect beside config.init_from"),
-        (gpt2, {"data__tokenizer": "byte"}, "config.data.tokenizer = 'byte' has no effect beside config.init_from"),
+        (gpt2, {"model__num_layers": 7}, "config.model.num_layers = 7 has no effect with config.init_from"),
+        (gpt2, {"data__tokenizer": "byte"}, "config.data.tokenizer = 'byte' has no effect with config.init_from"),
         (gpt2, {"model__context": 64}, "config.model.context = 64, but the model in "),
     ):
         assert message in mistake(train.main, *finetuning(source, text, **change), f"--workdir={tmp_path}/run")
         assert not (tmp_path / "run").exists()
 
 
-def test_sample_from_gpt2_folder_uses_its_tokenizer_also_for_unicode(gpt2, capsys):
+def test_sample_from_gpt2_folder_uses_its_tokenizer_for_unicode(gpt2, capsys):
     model, params, tokenizer, config = attnlab.load(gpt2)
     assert model == from_hf(gpt2)[0].over_tokens(tokenizer.vocab_size)
     assert config.model.vocab_size == model.config.vocab_rows
@@ -198,14 +198,14 @@ def test_sample_from_gpt2_folder_uses_its_tokenizer_also_for_unicode(gpt2, capsy
     assert "a Hugging Face model, which has no checkpoint '7'" in capsys.readouterr().err
 
 
-# --- a Llama with a tokenizer of SentencePiece
+# --- a Llama with a SentencePiece tokenizer
 
 PROMPT = "¿Qué es"
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A folder like those of the hub: random weights, and a tokenizer of SentencePiece."""
+    """A folder like those of the hub: random weights, and a SentencePiece tokenizer."""
     tokenizer = sentencepiece("llama2")
     model = GPT.of(
         vocab_size=tokenizer.vocab_size + 3, num_layers=1, num_heads=2, width=16, context=48, norm="rms", mlp="gated",

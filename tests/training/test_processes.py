@@ -34,7 +34,7 @@ def test_connect_without_cluster_or_forbidden_does_nothing(environment, values):
     assert jax.process_count() == 1
 
 
-def test_connect_with_an_unknown_switch_is_one_line(environment):
+def test_connect_with_an_unknown_switch_raises_one_line(environment):
     environment(ATTNLAB_DISTRIBUTED="yes")
     with pytest.raises(UserError, match="ATTNLAB_DISTRIBUTED=yes"):
         processes.connect(timeout=5)

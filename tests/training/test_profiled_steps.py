@@ -1,4 +1,4 @@
-"""Which steps a trace is of, and that a run goes on where none can be made."""
+"""Which steps are traced, and that a run continues if tracing fails."""
 
 from unittest import mock
 
@@ -21,7 +21,7 @@ def profiler_calls(monkeypatch):
     [
         ((3, 5), 0, 9, [3, 4, 5]),
         ((1, 2), 0, 9, [1, 2]),
-        ((3, 5), 2, 9, [3, 4, 5]),  # with the first step of this start, as it was asked for
+        ((3, 5), 2, 9, [3, 4, 5]),  # with the first step after a resume, because it was requested
         ((3, 9), 4, 9, [6, 7, 8, 9]),  # step 5 compiles
         ((3, 5), 4, 9, []),
         ((3, 5), 5, 9, []),
@@ -30,7 +30,7 @@ def profiler_calls(monkeypatch):
     ],
     ids=str,
 )
-def test_trace_is_of_the_steps_that_are_left(profiler_calls, tmp_path, asked, start, last, traced):
+def test_trace_covers_the_requested_steps_that_remain(profiler_calls, tmp_path, asked, start, last, traced):
     lines, steps = [], []
     with Profiler(asked, start, tmp_path, lines.append) as profiler:
         for step in range(start + 1, last + 1):
@@ -41,11 +41,11 @@ def test_trace_is_of_the_steps_that_are_left(profiler_calls, tmp_path, asked, st
     assert steps == traced
     assert profiler_calls == ([tmp_path, "written"] if traced else [])
     assert len(lines) == (asked is not None)
-    assert not lines or ("the trace is in" if traced else f"no trace, as the run goes on from step {start}") in lines[0]
+    assert not lines or ("the trace is in" if traced else f"because the run resumes from step {start}") in lines[0]
 
 
 @pytest.mark.parametrize("broken", ["start_trace", "stop_trace"])
-def test_trace_that_fails_is_told_in_one_line(profiler_calls, monkeypatch, tmp_path, broken):
+def test_failed_trace_is_reported_in_one_line(profiler_calls, monkeypatch, tmp_path, broken):
     error = RuntimeError("Only one profile may be run at a time.\nmore")
     monkeypatch.setattr(jax.profiler, broken, mock.Mock(side_effect=error))
     lines = []

@@ -1,4 +1,4 @@
-"""An experiment's compiled step: what is an argument of its program, and what is a constant in it."""
+"""A run's compiled step: which values are arguments of its program, and which are constants in it."""
 
 import functools
 import re
@@ -20,7 +20,7 @@ BATCHES = TrainBatches(np.arange(400) % 31, context=8, batch_size=4, seed=0)
 
 
 class Small(nn.Module):
-    """A user's model with a matrix that Muon knows and dropout, and logits of more tokens than the tokenizer has."""
+    """A user's model with a matrix for Muon, dropout, and logits for more tokens than the tokenizer has."""
 
     dropout: float = 0.2
 
@@ -47,7 +47,7 @@ OF_MUON = OTHERS | {"optimizer.muon_learning_rate": 3e-3}
 @pytest.mark.parametrize(
     "strategy, name", [("mesh", "muon"), ("pmap", "adamw"), SLOW("mesh", "sgd"), SLOW("pmap", "lion")], ids=str
 )
-def test_program_of_a_step_is_that_of_any_seed_and_learning_rate(strategy, name):
+def test_step_program_is_the_same_for_any_seed_and_learning_rate(strategy, name):
     def program(**fields):
         return experiment(strategy, name, Small(), **fields).lower().as_text()
 
@@ -55,12 +55,12 @@ def test_program_of_a_step_is_that_of_any_seed_and_learning_rate(strategy, name)
     assert program() != program(**{"optimizer.weight_decay": 0.3})
 
 
-def test_first_step_makes_the_constants_of_a_model_outside_the_transfer_guard():
-    made = experiment(**{"model.positions": "alibi", "model.num_heads": 2})  # in no process that asked for its backend
+def test_first_step_creates_model_constants_outside_transfer_guard():
+    made = experiment(**{"model.positions": "alibi", "model.num_heads": 2})  # nothing asked for its backend before
     assert np.isfinite(made.train_steps(made.create_state(), [BATCHES[0]])[1]["loss"])
 
 
-def test_experiments_in_a_context_trace_the_same_program_once():
+def test_experiments_with_shared_programs_trace_equal_steps_once():
     calls = []
 
     class Counted(Small):
@@ -76,14 +76,14 @@ def test_experiments_in_a_context_trace_the_same_program_once():
         losses(experiment(model=Counted()))
         traced = len(calls)
         np.testing.assert_array_equal(losses(experiment(model=Counted(), **OTHERS)), alone)
-        assert len(calls) == traced + 2  # its model is asked for the shapes of parameters and logits, and no more
+        assert len(calls) == traced + 2  # only for the shapes of parameters and of logits
         for other in ({"strategy": "pmap"}, {"model": Counted(0.3)}, {"optimizer.weight_decay": 0.3}):
             before = len(calls)
             losses(experiment(**{"model": Counted()} | other))
             assert len(calls) > before + 2
 
 
-@pytest.mark.parametrize("name, fields", [SLOW("adamw", OTHERS), ("muon", OF_MUON)])  # it gives biases to adamw
+@pytest.mark.parametrize("name, fields", [SLOW("adamw", OTHERS), ("muon", OF_MUON)])  # muon leaves biases to adamw
 def test_seed_and_learning_rates_change_what_a_step_computes(name, fields):
     def params(**changes):
         run = experiment(name=name, model=Small(), **changes)
@@ -111,7 +111,7 @@ def test_step_in_bfloat16_moves_stacks_of_layers_as_integers_on_cpus():
     [None, GPT.of(vocab_size=40, num_layers=1, num_heads=2, width=16, context=8), Small(dropout=0.0)],
     ids=["config", "GPT", "module"],
 )
-def test_losses_are_over_the_tokens_of_the_tokenizer_alone(model):
+def test_losses_are_only_over_the_tokens_of_the_tokenizer(model):
     fields = {"model.vocab_size": 40, "model.dropout": 0.0} if model is None else {}
     run = experiment(model=model, **fields)
     params = parameters(run.model, BATCHES[0].tokens[:, :-1])
@@ -121,6 +121,6 @@ def test_losses_are_over_the_tokens_of_the_tokenizer_alone(model):
     batch = run.parallel.place_batch(BATCHES[0])
     total, count = run.eval_step()(params["params"], batch)
     losses = [total / count]
-    if isinstance(model, Small):  # is compiled at once
+    if isinstance(model, Small):  # compiles fast
         losses.append(run.train_steps(run.create_state(params["params"]), [BATCHES[0]])[1]["loss"][0])
     np.testing.assert_allclose(losses, expected, rtol=1e-5)

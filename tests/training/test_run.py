@@ -1,4 +1,4 @@
-"""What a run is before anything is loaded or written."""
+"""The plan of a run, before anything is loaded or written."""
 
 import dataclasses
 import json
@@ -65,7 +65,7 @@ def test_plan_of_a_new_run_is_complete_and_cannot_be_changed(tmp_path):
         plan.finished = 3
 
 
-def test_evaluation_of_a_run_needs_no_log_and_training_names_the_damaged_line(tmp_path):
+def test_evaluation_needs_no_log_and_training_names_the_damaged_line(tmp_path):
     folder = folder_of_a_run(tmp_path / "run")
     (folder / "metrics.jsonl").write_text('{"step": 4, "split"\n{"step": 5}\n')
     assert runs.resolve(config(), folder, eval_only=True).finished is None

@@ -1,4 +1,4 @@
-"""The layout of layers and calls, the loss of packed documents, and that of answers at some places."""
+"""The layout of layers and calls, and the losses of packed documents and of answers at some positions."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from tests.runs import Bigram
 
 
 @pytest.mark.parametrize("layers, fsdp, on_cpu, on_gpu", [(3, 1, 0, 0), (12, 1, 1, 0), (48, 1, 1, 1), (2, 2, 1, 1)])
-def test_layers_are_a_loop_where_that_is_faster_or_smaller(layers, fsdp, on_cpu, on_gpu):
+def test_layers_are_a_loop_if_that_is_faster_or_smaller(layers, fsdp, on_cpu, on_gpu):
     config = configs.default()
     config.model.num_layers, config.parallel.mesh.fsdp = layers, fsdp
     assert [state.scans(configs.completed(config), platform) for platform in ("cpu", "gpu")] == [on_cpu, on_gpu]
@@ -24,7 +24,7 @@ def test_layers_are_a_loop_where_that_is_faster_or_smaller(layers, fsdp, on_cpu,
     assert state.scans(configs.completed(config), "gpu")
 
 
-def test_calls_on_gpus_have_many_steps_of_small_models_unless_set():
+def test_gpu_calls_run_many_steps_of_small_models_unless_set():
     config = configs.RunConfig.of({})
     found = [state.steps_per_call(config, *of) for of in (("cpu", 1), ("gpu", 10_000_000), ("gpu", 10_000_001))]
     assert found == [1, 64, 1] and state.steps_per_call(config.changed({"parallel.steps_per_call": 3}), "gpu", 1) == 3
@@ -37,7 +37,7 @@ def test_loss_of_packed_documents_is_the_mean_over_targets_within_them(float64):
     model = GPT.of(vocab_size=11, num_layers=1, num_heads=2, width=16, context=64, dtype=jnp.float64)
     params = jax.tree.map(np.float64, parameters(model, packed.tokens[:, :1])["params"])
     documents = [packed.tokens[packed.segments == number] for number in range(packed.segments.max() + 1)]
-    # Alone, each begins at position 0, and what pads it comes after it.
+    # Alone, each begins at position 0, with its padding at the end.
     alone = np.array([np.pad(document, (0, 65 - len(document))) for document in documents])
 
     @jax.jit
@@ -64,7 +64,7 @@ GPT_OF_11 = GPT.of(vocab_size=11, num_layers=1, num_heads=2, width=8, context=6)
 
 
 @pytest.mark.parametrize("model", [GPT_OF_11, Bigram(8)], ids=["GPT", "another model"])
-def test_answers_at_places_have_the_losses_and_accuracy_of_all_positions(model):
+def test_answers_at_places_equal_losses_and_accuracy_of_full_pass(model):
     rng = np.random.default_rng(0)
     tokens, targets = rng.integers(0, 7, (3, 7), np.int32), np.full((3, 6), -1, np.int32)
     targets[[0, 0, 1, 2, 2], [5, 1, 3, 0, 4]] = [2, 3, 1, 5, 0]

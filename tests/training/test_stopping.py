@@ -1,4 +1,4 @@
-"""Signals end a run that has nothing to save, and are recorded afterwards; a second one ends it."""
+"""Signals end a run that has nothing to save yet. Later, the first signal is recorded and the second ends the run."""
 
 import signal
 import subprocess
@@ -43,7 +43,7 @@ with PreemptionHandler(own_process=True) as preemption:
 
 
 @pytest.mark.parametrize("number, body, out", [(signal.SIGTERM, "before", ""), (signal.SIGINT, "twice", "True\n")])
-def test_signal_ends_a_process_before_the_first_step_and_the_second_time(number, body, out):
+def test_signal_ends_process_before_first_step_or_when_repeated(number, body, out):
     command = [sys.executable, "-c", PROGRAM, str(int(number)), body]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (-number, out, "")

@@ -62,15 +62,15 @@ class Recall(Task):
     With `queries=spread`, the keys recur among filler, each with its value as the answer: see `spread_recall`.
     """
 
-    pairs: int = option("keys of a sequence", 8, low=1)
+    pairs: int = option("key-value pairs per sequence", 8, low=1)
     fewest: int = option(
-        "keys of the shortest sequences, doubled up to `pairs`, each as often; 0: all alike", 0, low=0, needs=_END
+        "fewest pairs; doubled up to `pairs`, all numbers equally often; 0: always `pairs`", 0, low=0, needs=_END
     )
-    rewrites: int = option("pairs more, whose keys are written again with another value", 0, low=0, needs=_END)
-    symbols: int = option("keys of the vocabulary, and values", 26, low=1, high=5000)
-    queries: str = option("side by side at the end, or spread over the rest", "end", choices=("end", "spread"))
+    rewrites: int = option("additional pairs, which write earlier keys again with other values", 0, low=0, needs=_END)
+    symbols: int = option("number of different keys, and of different values", 26, low=1, high=5000)
+    queries: str = option("queries side by side at the end, or spread over the rest", "end", choices=("end", "spread"))
     filler: str = option(
-        "between queries that are spread", "blank", choices=("blank", "noise"), needs={"queries": ("spread",)}
+        "tokens between spread queries", "blank", choices=("blank", "noise"), needs={"queries": ("spread",)}
     )
 
     def __post_init__(self):
@@ -129,9 +129,9 @@ class Modular(Task):
     """Digits and their running sums modulo the base."""
 
     base: int = option("digits are 0 … base − 1", 3, low=2, high=10)
-    shortest: int = option("fewest digits of a sequence", 3, low=1)
-    longest: int = option("most digits of a sequence", 40, low=1)
-    answers: str = option("at each digit, or at the last alone", "each", choices=("each", "last"))
+    shortest: int = option("fewest digits in a sequence", 3, low=1)
+    longest: int = option("most digits in a sequence", 40, low=1)
+    answers: str = option("answers at each digit, or only at the last", "each", choices=("each", "last"))
 
     def __post_init__(self):
         if self.shortest > self.longest:
@@ -178,7 +178,7 @@ class Copy(Task):
     """Symbols among blanks, then their copy."""
 
     symbols: int = option("symbols to copy", 16, low=1)
-    kinds: int = option("different symbols", 16, low=1, high=26)
+    kinds: int = option("number of different symbols", 16, low=1, high=26)
 
     @property
     def alphabet(self) -> str:
@@ -209,8 +209,8 @@ class Copy(Task):
 class Induction(Task):
     """Noise with triggers, then the triggers again; the answer to each is the token that followed it."""
 
-    triggers: int = option("different triggers", 1, low=1, high=10)
-    kinds: int = option("different tokens of the noise", 16, low=1, high=26)
+    triggers: int = option("number of different triggers", 1, low=1, high=10)
+    kinds: int = option("number of different noise tokens", 16, low=1, high=26)
 
     @property
     def alphabet(self) -> str:

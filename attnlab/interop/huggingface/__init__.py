@@ -68,16 +68,16 @@ def from_hf(
     if hasattr(source, "state_dict"):
         name, state = type(source).__name__, source.state_dict()
         if config is None and not hasattr(source, "config"):
-            raise UserError(f"{name} has no config, expected e.g. a LlamaForCausalLM: give one as config=")
+            raise UserError(f"{name} has no config, expected e.g. a LlamaForCausalLM: pass one as config=")
         config = source.config.to_dict() if config is None else config
     elif isinstance(source, Mapping):
         name, state = "the state dict", source
         if config is None:
             raise UserError(
-                "a state dict does not contain the number of heads: give config=, the content of config.json"
+                "a state dict does not contain the number of heads: pass config=, the content of config.json"
             )
     elif not isinstance(source, str | os.PathLike):
-        raise UserError(f"from_hf was given a {type(source).__name__}: expected a path, or e.g. a LlamaForCausalLM")
+        raise UserError(f"from_hf got a {type(source).__name__}: expected a path, or e.g. a LlamaForCausalLM")
     else:
         name, path = str(source), Path(source)
         if config is None:

@@ -28,7 +28,7 @@ def make_model(config: Mapping, name: str = "config") -> GPT:
     rates = {option: hf.get(option) for option in (*DROPOUTS, "attention_dropout") if hf.get(option)}
     if rates and not model.dropout:
         listed = ", ".join(f"{option} = {rate}" for option, rate in rates.items())
-        warnings.warn(f"{name}: dropout in its config is not used ({listed}): set dropout", stacklevel=3)
+        warnings.warn(f"{name}: dropout in its config is not used ({listed}): set it in the model", stacklevel=3)
     if unread := hf.unread():
         ignored = f"{', '.join(unread)} in its config {'is' if len(unread) == 1 else 'are'} ignored"
         warnings.warn(f"{name}: {ignored}, as by transformers' {family.architecture}", stacklevel=3)
@@ -38,7 +38,7 @@ def make_model(config: Mapping, name: str = "config") -> GPT:
 def make_config(model: GPT, model_type: str | None = None) -> dict:
     """The content of `config.json` for a model, for this family or the first that supports the model."""
     if not isinstance(model, GPT):
-        raise UserError(f"a {type(model).__name__}: expected attnlab.nn.GPT")
+        raise UserError(f"model is a {type(model).__name__}: expected attnlab.nn.GPT")
     written = {name: family for name, family in FAMILIES.items() if family.write}
     if model_type is not None and model_type not in written:
         raise UserError(f"model_type = {model_type!r}: expected one of {', '.join(written)}")
@@ -46,7 +46,7 @@ def make_config(model: GPT, model_type: str | None = None) -> dict:
     if others := [layer.kind for layer in model.config.used if kind_of(layer) not in kinds]:
         layers = _words(model.config)
         raise UserError(
-            f"model.layers = {layers!r}: models of transformers that are written have no layers of {others[0]}: "
+            f"model.layers = {layers!r}: layers of {others[0]} cannot be exported to transformers: "
             f"expected {', '.join(sorted(kinds))}"
         )
     misfits = []
@@ -63,8 +63,8 @@ def make_config(model: GPT, model_type: str | None = None) -> dict:
     if model_type:
         raise UserError(misfit)
     raise UserError(
-        f"no family of transformers has this model ({'; '.join(misfits[:2])}): train llama_tiny or gpt2_124m, or "
-        f"read what another lacks with model_type, one of {', '.join(written)}"
+        f"no model type of transformers fits this model ({'; '.join(misfits[:2])}): train llama_tiny or gpt2_124m, or "
+        f"pass model_type to see what another type lacks, one of {', '.join(written)}"
     )
 
 
@@ -73,7 +73,7 @@ def _misfit(model: ModelConfig, name: str, config: dict) -> str | None:
     try:
         described = canonical(make_model(config).config)
     except UserError as error:
-        return f"{name} does not have such models ({error})"
+        return f"{name} does not support such models ({error})"
     ours = canonical(with_biases(model) if name == "gpt2" else model)
     groups = [("", ours, described)]
     groups += [(f"{model.layer(n).kind}.", ours.layer(n), described.layer(n)) for n in range(model.num_layers)]

@@ -221,7 +221,7 @@ def write_phi3(config: ModelConfig) -> dict:
 def read_qwen3_next(hf: ConfigReader) -> ModelConfig:
     dense, step = hf.get("mlp_only_layers") or [], hf.integer("decoder_sparse_step", 1)
     if not isinstance(dense, list | tuple):
-        raise hf.error("mlp_only_layers", "a list of numbers of layers, or null")
+        raise hf.error("mlp_only_layers", "a list of layer numbers, or null")
     if hf.get("num_experts", 512) and not all(n in dense or (n + 1) % step for n in range(decoders.num_layers(hf))):
         raise hf.error("num_experts", "0: a mixture of experts is not supported")
     hf.silence(_QWEN3_NEXT_SILENT)
@@ -304,7 +304,7 @@ def read_bamba(hf: ConfigReader) -> ModelConfig:
     hf.silence("mamba_chunk_size num_logits_to_keep z_loss_coefficient")
     at = hf.get("attn_layer_indices") or []
     if not isinstance(at, list | tuple) or not all(isinstance(n, int) for n in at):
-        raise hf.error("attn_layer_indices", "the numbers of the layers of attention, or null")
+        raise hf.error("attn_layer_indices", "the numbers of the attention layers, or null")
     hf.integer("max_position_embeddings", 262144)
     layer = AttentionConfig(**biased(hf, kv_heads=8, fraction=0.5, inner=True))
     mamba = decoders.read_mamba2(hf, _BAMBA, hf.number("rms_norm_eps", 1e-5, high=1.0))
@@ -343,7 +343,7 @@ def read_deepseek_v3(hf: ConfigReader) -> ModelConfig:
     if heads // hf.integer("num_key_value_heads", 128, null=heads) != 1:
         raise hf.error("num_key_value_heads", f"num_attention_heads = {heads}: all heads share one latent")
     if hf.integer("head_dim", null=rotated) != rotated:
-        raise hf.error("head_dim", f"qk_rope_head_dim = {rotated}, whose place it takes")
+        raise hf.error("head_dim", f"{rotated}, the value of qk_rope_head_dim")
     plain, rotary = hf.integer("qk_nope_head_dim", 128), rotaries.read(hf, rotated)
     factor = rotaries.score_factor(hf)
     layer = LatentConfig(

@@ -56,7 +56,7 @@ def read_config(path: Path) -> dict:
     try:
         config = files.read_json(file)
     except FileNotFoundError as error:
-        raise UserError(f"{file} is missing, which contains the number of heads: put it there") from error
+        raise UserError(f"{file}, which contains the number of heads, is missing: put it there") from error
     except ValueError as error:
         raise UserError(f"{file} is not valid JSON ({error}): restore it") from error
     if not isinstance(config, dict):
@@ -99,7 +99,7 @@ def weight_files(path: Path) -> dict[Path, list[str] | None]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is not an index of tensors ({error}): restore it") from error
     if (other := path / WEIGHTS) not in found and other.exists():  # transformers would read this file
-        raise UserError(f"{path} has both {WEIGHTS} and {INDEX}, which does not name it: remove the one that is older")
+        raise UserError(f"{path} has both {WEIGHTS} and {INDEX}, which does not name it: remove the older one")
     return found
 
 

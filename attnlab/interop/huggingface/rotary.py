@@ -31,7 +31,7 @@ def read(hf: ConfigReader, head_dim: int, *, fraction: float | None = None, inne
         raise hf.error(option_of(hf), "one for all layers, as in all models of this family")
     rotary = _rotary(hf, rope, partial=fraction is not None)
     if int(head_dim * rotary.fraction) % 2:
-        raise rope.error("partial_rotary_factor", f"a factor by which an even number of {head_dim} features is rotated")
+        raise rope.error("partial_rotary_factor", f"a factor that rotates an even number of the {head_dim} features")
     return rotary
 
 
@@ -95,7 +95,7 @@ def _fraction(hf: ConfigReader, rope: ConfigReader, kind: str, partial: bool) ->
     if partial or fraction == 1:
         return fraction
     if kind != "default":  # transformers fails here
-        raise rope.error(option, f"1, as positions of kind {kind!r} rotate all features of this family")
+        raise rope.error(option, f"1, as {kind!r} positions rotate all features in this family")
     for options in (hf, rope):
         options.ignore(option)
     return 1.0

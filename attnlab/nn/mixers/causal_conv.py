@@ -28,8 +28,8 @@ class CausalConv(CausalMixer):
     """
 
     features: int | None = None
-    kernel_size: int = option("tokens of the kernel, k", 4, low=1)
-    dilation: int = option("distance between the tokens of the kernel", 1, low=1)
+    kernel_size: int = option("kernel size in tokens, k", 4, low=1)
+    dilation: int = option("distance between the kernel's tokens", 1, low=1)
     dtype: DType | None = None
 
     def mix(self, x, state, context):
@@ -48,7 +48,7 @@ class CausalConv(CausalMixer):
 
     def init_state(self, batch, features):
         if min(self.kernel_size, self.dilation) < 1:
-            raise ValueError(f"kernel_size, dilation = {self.kernel_size}, {self.dilation}: expected 1 or more of both")
+            raise ValueError(f"kernel_size, dilation = {self.kernel_size}, {self.dilation}: expected both 1 or more")
         reach = (self.kernel_size - 1) * self.dilation
         return MixerState(conv=jnp.zeros((batch, reach, features), self.dtype or jnp.float32))
 

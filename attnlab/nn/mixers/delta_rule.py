@@ -16,11 +16,11 @@ class DeltaRule(RecurrentMixer):
     Cache and attributes are the same as in `GatedDeltaNet`.
     """
 
-    value_heads: int | None = option("heads of values, a multiple of heads; None for heads", None, low=1)
-    conv: int = option("tokens of the short convolution; 0 for none", 4, low=0)
+    value_heads: int | None = option("value heads, a multiple of heads; None for heads", None, low=1)
+    conv: int = option("kernel size of the short convolution in tokens; 0 for none", 4, low=0)
     gate: bool = option("multiply outputs by a gate", True)
-    negative_eigenvalues: bool = option("β of the delta rule up to 2 (Grazzi et al. 2025), not 1", False)
-    norm_epsilon: float = option("ε of the norm of the outputs", 1e-5, low=1e-30, high=1)
+    negative_eigenvalues: bool = option("allow β of the delta rule up to 2, not 1 (Grazzi et al. 2025)", False)
+    norm_epsilon: float = option("ε of the output norm", 1e-5, low=1e-30, high=1)
 
     @property
     def states(self):

@@ -27,7 +27,7 @@ class GatedConv(CausalMixer):
     (2, 5, 8)
     """
 
-    kernel_size: int = option("tokens of the kernel, W, the last the token itself", 4, low=1)
+    kernel_size: int = option("kernel size in tokens, W, including the token itself", 4, low=1)
     dtype: DType | None = None
 
     def mix(self, x, state, context):

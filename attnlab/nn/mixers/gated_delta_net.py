@@ -21,7 +21,7 @@ class GatedDeltaNet(DeltaRule):
       decay: whether the state decays.
       gate: whether there is an output gate.
       negative_eigenvalues: β up to 2, so that a state can change sign and count modulo 2 (Grazzi et al. 2025).
-      norm_epsilon: ε of the norm of the outputs.
+      norm_epsilon: ε of the output norm.
 
     >>> block = Block(GatedDeltaNet(num_heads=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

@@ -26,9 +26,9 @@ class GatedDeltaProduct(DeltaRule):
     """
 
     steps: int = option(
-        "steps of the delta rule a token, n; head h has the keys h·n to h·n + n − 1, and so the values and β", 2, low=1
+        "delta-rule steps per token, n; head h has keys, values and β number h·n to h·n + n − 1", 2, low=1
     )
-    negative_eigenvalues: bool = option("β up to 2, as in the paper, whose state tracking needs it", True)
+    negative_eigenvalues: bool = option("allow β up to 2, which state tracking in the paper needs", True)
 
     def mix(self, x, state, context):
         q, k, v, conv = self._projected(x, state, context)
@@ -58,7 +58,7 @@ class GatedDeltaProduct(DeltaRule):
 
     def init_state(self, batch, features):
         if self.steps < 1:
-            raise ValueError(f"steps = {self.steps}: expected 1 step of the delta rule or more")
+            raise ValueError(f"steps = {self.steps}: expected 1 or more steps of the delta rule")
         return super().init_state(batch, features)
 
 

@@ -28,7 +28,7 @@ class GatedLinearAttention(RecurrentMixer):
 
     gate: bool = option("multiply outputs by a gate", True)
     rank: int = 16
-    norm_epsilon: float = option("ε of the norm of the outputs", 1e-5, low=1e-30, high=1)
+    norm_epsilon: float = option("ε of the output norm", 1e-5, low=1e-30, high=1)
 
     def key_features(self, features):
         return self.key_dim or max(1, super().key_features(features) // 2)

@@ -31,7 +31,7 @@ class HGRN2(RecurrentMixer):
     """
 
     layers: int | None = None
-    norm_epsilon: float = option("ε of the norm of the outputs", 1e-5, low=1e-30, high=1)
+    norm_epsilon: float = option("ε of the output norm", 1e-5, low=1e-30, high=1)
 
     def mix(self, x, state, context):
         keys, values = self.key_features(x.shape[-1]), self.value_features(x.shape[-1])

@@ -54,7 +54,7 @@ class CausalMixer(Layer):
         """Mix the tokens, starting from the cache or an empty state; ValueError for a mask other than `Causal`."""
         name, mask = type(self).__name__, context.mask
         if not (mask is None or isinstance(mask, Causal)):
-            raise ValueError(f"mask is {type(mask).__name__}, but {name} is causal by construction: leave it out")
+            raise ValueError(f"mask is {type(mask).__name__}, but {name} is causal by construction: remove it")
         x = jnp.asarray(x)
         state = cache
         if state is None:
@@ -123,9 +123,9 @@ class RecurrentMixer(CausalMixer):
 
     num_heads: int = 1
     key_dim: int | None = option(
-        "features of a key, K; None for the mixer's default, width / H where it names none", None, low=1
+        "features of a key, K; None for the mixer's default, or width / H if it has none", None, low=1
     )
-    value_dim: int | None = option("features of a value, V; None likewise", None, low=1)
+    value_dim: int | None = option("features of a value, V; None as for key_dim", None, low=1)
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     out_kernel_init: nn.initializers.Initializer | None = None
     dtype: DType | None = None
@@ -191,7 +191,7 @@ class RecurrentMixer(CausalMixer):
 class RecurrentConfig(LayerConfig, of=RecurrentMixer):
     """A kind of recurrent mixer."""
 
-    heads: int | None = option("heads of keys; None for num_heads", None, low=1)
+    heads: int | None = option("key heads; None for num_heads", None, low=1)
 
 
 def last(x: Float[Array, "B N ..."], count: int, lengths: Int[Array, " B"] | None):
@@ -203,5 +203,5 @@ def last(x: Float[Array, "B N ..."], count: int, lengths: Int[Array, " B"] | Non
 
 def _share(features: int, heads: int) -> int:
     if heads < 1 or features % heads:
-        raise FieldError("num_heads", heads, f"expected a divisor of the input width {features}, or sizes of a head")
+        raise FieldError("num_heads", heads, f"expected a divisor of the input width {features}; or set head sizes")
     return features // heads

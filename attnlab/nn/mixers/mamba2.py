@@ -33,9 +33,9 @@ class Mamba2(RecurrentMixer):
     (2, 5, 8)
     """
 
-    value_heads: int | None = option("heads of values, HV, a multiple of heads; None for heads", None, low=1)
-    conv: int = option("tokens of the short convolution, W; 0 for none", 4, low=0)
-    norm_epsilon: float = option("ε of the norm of the outputs", 1e-5, low=1e-30, high=1)
+    value_heads: int | None = option("value heads, HV, a multiple of heads; None for heads", None, low=1)
+    conv: int = option("kernel size of the short convolution in tokens, W; 0 for none", 4, low=0)
+    norm_epsilon: float = option("ε of the output norm", 1e-5, low=1e-30, high=1)
 
     @property
     def states(self):
@@ -46,7 +46,7 @@ class Mamba2(RecurrentMixer):
 
     def value_features(self, features):
         if self.value_dim is None and 2 * features % self.states:
-            raise FieldError("value_heads", self.states, f"expected a divisor of {2 * features}, or value_dim")
+            raise FieldError("value_heads", self.states, f"expected a divisor of {2 * features}; or set value_dim")
         return self.value_dim or 2 * features // self.states
 
     def fused(self, features):
@@ -93,7 +93,7 @@ class Mamba2Config(RecurrentConfig, of=Mamba2, kind="mamba2"):
     """Mamba-2."""
 
     heads: int = option("groups of heads that share keys and queries", 1, low=1)
-    value_heads: int | None = option("heads of values, a multiple of heads; None for num_heads", None, low=1)
+    value_heads: int | None = option("value heads, a multiple of heads; None for num_heads", None, low=1)
 
     def shared(self, model):
         return super().shared(model) | {"value_heads": self.value_heads or model.num_heads}

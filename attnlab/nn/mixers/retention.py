@@ -33,7 +33,7 @@ class Retention(RecurrentMixer):
 
     gate: bool = option("multiply outputs by a gate", True)
     base: float = 10_000.0
-    norm_epsilon: float = option("ε of the norm of the outputs", 1e-5, low=1e-30, high=1)
+    norm_epsilon: float = option("ε of the output norm", 1e-5, low=1e-30, high=1)
 
     def value_features(self, features):
         return self.value_dim or 2 * super().value_features(features)

@@ -67,7 +67,7 @@ def context_parallel(axis: str | None, *, batch: str | Sequence[str] = (), heads
     named = _named(context)
     if len(set(named)) < len(named):
         names = ", ".join(map(repr, named))
-        raise ValueError(f"context_parallel names {names}: an axis splits one thing, name it once")
+        raise ValueError(f"context_parallel names {names}: an axis can split only one thing, so name it once")
     return _current(context)
 
 
@@ -114,7 +114,7 @@ def current(q: Array, k: Array) -> ShardedCall | None:
     for name in named:
         if name not in mesh.axis_names:
             raise ValueError(
-                f"context_parallel names the axis {name!r}, and the mesh of q has "
+                f"context_parallel names the axis {name!r}, but the mesh of q has "
                 f"{', '.join(map(repr, mesh.axis_names)) or 'none'}: name one of its axes, and use jax.set_mesh"
             )
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
@@ -122,8 +122,8 @@ def current(q: Array, k: Array) -> ShardedCall | None:
     if manual and manual != named:
         of_map, others = (", ".join(map(repr, names)) for names in (manual, [x for x in named if x not in manual]))
         raise ValueError(
-            f"context_parallel names {of_map}, of a shard_map around the call, and {others}, which is not: have one "
-            "shard_map over all of them, or none"
+            f"context_parallel names {of_map}, which the shard_map around the call has, and {others}, which it lacks: "
+            "use one shard_map over all of them, or none"
         )
     is_manual = bool(manual)
     splits = Splits(context.batch, context.heads) if is_manual else splits_of(q, k, without=(context.axis,))

@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
     def __str__(self):
         order = ", rows in zigzag order" if self.is_zigzag else ""
-        busiest = f"the busiest computes {self.imbalance:.2f} of the mean"
+        busiest = f"the busiest computes {self.imbalance:.2f} times the mean"
         return f"over {len(self.chunks)} devices, keys gathered{order}: {busiest}"
 
 

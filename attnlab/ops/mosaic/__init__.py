@@ -7,25 +7,21 @@ one line per term of the formulas; `passes` has their derivative and `vmap`.
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from attnlab.ops import hidden_keys
 from attnlab.ops.call import AttentionCall, Result
-from attnlab.ops.mask_algebra import And, Mask, Or
-from attnlab.ops.masks import Causal, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.ops.meshes import is_checked_manual, over_shards
 from attnlab.ops.mosaic import programs
 from attnlab.ops.mosaic.programs import TILE
 from attnlab.ops.platforms import is_hopper
 from attnlab.ops.schedule import EMPTY, FULL, PARTIAL, block_masks, visit_order
 from attnlab.ops.tiles import WHOLE, padded
-from attnlab.types import Array
 
 PLATFORM = "gpu"
 _interpreter = []  # parameters, innermost last
@@ -56,7 +52,7 @@ def untried(call: AttentionCall) -> str | None:
     On Hopper a recorded run has passed its checks: docs/benchmarks/nvidia-h100-80gb-hbm3.json.
     """
     is_known = is_interpreted() or is_hopper(call.q, call.k, call.v)
-    return None if is_known else "nothing tells that it is for a Hopper GPU: it runs when named"
+    return None if is_known else "whether the GPU is a Hopper is unknown: it runs only if named"
 
 
 def reason_against(call: AttentionCall) -> str | None:
@@ -73,9 +69,9 @@ def reason_against(call: AttentionCall) -> str | None:
         "it has no dropout": bool(call.dropout_rate),
         "it needs a static scale": isinstance(call.scale, jax.Array),
         "it chooses its own tile sizes": call.block_sizes is not None,
-        "it computes no part of a call": call.shard != WHOLE,
+        "it cannot compute one shard of a call": call.shard != WHOLE,
         "within shard_map it needs check_vma=False": is_checked_manual(q, k, v),
-        "it needs numbers for the lengths of all axes": not all(isinstance(n, int) for n in (*q.shape, *k.shape)),
+        "it needs static sizes of all axes": not all(isinstance(n, int) for n in (*q.shape, *k.shape)),
         "an axis has length 0": 0 in (*q.shape, *k.shape),
     }
     return next((reason for reason, holds in reasons.items() if holds), None) or _reason_against_programs(call)
@@ -86,7 +82,7 @@ def _reason_against_programs(call: AttentionCall) -> str | None:
         try:
             make(call)
         except programs.RefusedError as reason:
-            return f"its {what} cannot run in a kernel: {reason}"
+            return f"the {what} cannot run in a kernel: {reason}"
     return None
 
 
@@ -105,7 +101,7 @@ def _attend(call: AttentionCall, interpret) -> Result:
     is_apart = mod is not None and any(x.is_learned and x.along == "keys" for x in mod.operands)
     lists = _lists(call, call.num_heads if is_apart else call.k.shape[-2])
     group = call.num_heads // call.k.shape[-2]
-    k, v = _inert(call)
+    k, v = hidden_keys.zeroed(call)
     q, k, v = (padded(x, -(-x.shape[-3] // TILE) * TILE, axis=-3) for x in (call.q, k, v))
     scale = q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
     plan = KernelPlan(mask, mod, scale, 1 if is_apart else group, call.sinks is not None, interpret)
@@ -133,7 +129,7 @@ def _attend(call: AttentionCall, interpret) -> Result:
 def _lists(call: AttentionCall, kv_heads: int) -> tuple:
     """For blocks of queries and for blocks of keys: the tiles to visit, `[*batch or 1s, heads or 1, n, m]`, and the
     numbers of FULL tiles and of tiles that are not EMPTY, `[..., n, 2]`."""
-    kinds = block_masks(call.mask, call.lengths, (TILE, TILE), **_where(call))
+    kinds = block_masks(call.mask, call.lengths, (TILE, TILE), **call.coordinates)
     kinds = kinds.reshape(*(1,) * (len(call.batch) + 3 - kinds.ndim), *kinds.shape) if call.batch else kinds[0]
     of_keys = kinds.swapaxes(-1, -2)
     if of_keys.shape[-3] > kv_heads:  # tiles that any query head of a key head visits
@@ -144,67 +140,3 @@ def _lists(call: AttentionCall, kv_heads: int) -> tuple:
         (jnp.asarray(columns, jnp.int32), jnp.stack([full, visited], -1).astype(jnp.int32))
         for columns, full, visited in map(visit_order, (kinds, of_keys))
     )
-
-
-def _where(call: AttentionCall) -> dict:
-    positions = {"q_positions": call.q_positions, "kv_positions": call.kv_positions}
-    return positions | {"num_heads": call.num_heads, "batch": call.batch}
-
-
-def _inert(call: AttentionCall) -> tuple[Array, Array]:
-    """Zero k and v of the keys that no query may attend to, because NaN times 0 is NaN."""
-    if call.mask is None or (_attend_to_themselves(call.mask) and _is_aligned(call)):
-        return call.k, call.v
-    q_length, kv_length = call.lengths
-    mask = call.mask if _is_exact(call.mask, _is_aligned(call)) else _Evaluated(call.mask)
-    visible = mask.tiles(q_length, kv_length, (max(TILE, -(-q_length // 64)), 1), **_where(call))[0]
-    visible = visible.any(-2)  # [..., H or 1, Tk]
-    if isinstance(visible, np.ndarray) and visible.all():
-        return call.k, call.v
-    if visible.shape[-2] > 1:
-        visible = visible.reshape(*visible.shape[:-2], call.k.shape[-2], -1, kv_length).any(-2)
-    visible = jnp.asarray(visible).swapaxes(-1, -2)[..., None]
-    visible = visible if call.batch else visible[0]
-    return jnp.where(visible, call.k, 0), jnp.where(visible, call.v, 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Evaluated(Mask):
-    """A mask whose tiles are found by evaluating it at all pairs."""
-
-    mask: Mask
-
-    def visible(self, tile):
-        return self.mask.visible(tile)
-
-    def for_tiles(self, *lengths):
-        return _Evaluated(self.mask.for_tiles(*lengths))
-
-
-def _is_exact(mask: Mask, is_aligned: bool) -> bool:
-    """Whether the bounds of a block of queries determine, for each key, if any of these queries attends to it."""
-    match mask:
-        case Padding() | Causal():
-            return True
-        case SlidingWindow() | PrefixLM():
-            return is_aligned
-        case And(a, b):
-            is_by_key = isinstance(a, Padding) or isinstance(b, Padding)
-            return is_by_key and _is_exact(a, is_aligned) and _is_exact(b, is_aligned)
-    return False
-
-
-def _is_aligned(call: AttentionCall) -> bool:
-    return call.lengths[0] == call.lengths[1] and call.q_positions is None and call.kv_positions is None
-
-
-def _attend_to_themselves(mask: Mask) -> bool:
-    """Whether every token is known to attend to itself."""
-    match mask:
-        case Causal() | SlidingWindow() | PrefixLM() | Segments(kv_ids=None):
-            return True
-        case And(a, b):
-            return _attend_to_themselves(a) and _attend_to_themselves(b)
-        case Or(a, b):
-            return _attend_to_themselves(a) or _attend_to_themselves(b)
-    return False

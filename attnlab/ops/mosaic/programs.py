@@ -31,7 +31,7 @@ _ELEMENTWISE = {
     *("select_n", "clamp", "convert_element_type", "broadcast_in_dim"),
 }
 _PLACED = ("reshard", "pvary", "pcast")  # place a number on a mesh
-_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
+CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 
 
 class RefusedError(Exception):
@@ -144,16 +144,16 @@ class _Handle:
     def on(self, tile):
         """The handle, or the array's value if its shape is ()."""
         if self.dtype not in (bool, jnp.int32) and not jnp.issubdtype(self.dtype, jnp.floating):
-            raise RefusedError(f"an array of type {self.dtype}, which wraps otherwise than int32")
+            raise RefusedError(f"an array has type {self.dtype}, which wraps differently from int32")
         self.tile = tile
         return tile.of_examples(self) if self.ndim == 0 else self
 
     def __jax_array__(self):
-        raise RefusedError("an array is taken as a whole, or by pairs")
+        raise RefusedError("an array is used as a whole, or by pairs")
 
     def __getitem__(self, index):
         if self.tile is None:
-            raise RefusedError("it indexes an array itself: tile.of_queries, of_keys, of_heads and of_examples do")
+            raise RefusedError("it indexes an array itself, not by tile.of_queries, of_keys, of_heads or of_examples")
         handle = _Handle(self.array, (*self.index, *(index if isinstance(index, tuple) else (index,))))
         handle.tile = self.tile
         return self.tile.indexed(handle) if len(handle.index) == self.ndim else handle
@@ -206,7 +206,7 @@ class _Tile:
         return self._operand(id(x.array), lambda: jnp.reshape(x.array, (*self._ones, -1)))
 
     def of_pairs(self, x):
-        raise RefusedError("an array of all pairs is not loaded by tiles")
+        raise RefusedError("an array of all pairs cannot be loaded by tiles")
 
     def of_blocks(self, x, size):
         if size % ROWS:
@@ -251,13 +251,13 @@ class _Tile:
         names = {id(x): name for name, x in zip("bhqk", self.coordinates)}
         index = [names.get(id(x), x) for x in handle.index]
         if any(not isinstance(x, str | int | np.integer) for x in index):
-            raise RefusedError("an array is indexed by other than b, h, i, j and numbers")
+            raise RefusedError("an array is indexed by something other than b, h, i, j and numbers")
         axes = [x for x in index if isinstance(x, str)]
         if {"q", "k"} <= {*axes} or len({*axes}) < len(axes):
             raise RefusedError("an array is indexed by pairs")
         for name, positions in (("q", self.call.q_positions), ("k", self.call.kv_positions)):
             if name in axes and positions is not None:
-                raise RefusedError("an array is indexed by positions that the call gives")
+                raise RefusedError("an array is indexed by positions that are passed to the call")
         along = {"q": "queries", "k": "keys"}.get(max(axes, default=""), "")
         sizes = dict(zip("bhqk", (math.prod(self.call.batch), self.call.num_heads, *self.call.lengths)))
         for name, size in zip(index, handle.shape):
@@ -306,7 +306,7 @@ def _as_word(x):
     if jnp.issubdtype(x.dtype, jnp.floating):
         return jnp.asarray(x, jnp.float32)
     if x.dtype.itemsize > 4 or (x.dtype.itemsize == 4 and not jnp.issubdtype(x.dtype, jnp.signedinteger)):
-        raise RefusedError(f"an array of type {x.dtype}")
+        raise RefusedError(f"an array has type {x.dtype}")
     return jnp.asarray(x, jnp.int32)
 
 
@@ -362,7 +362,7 @@ def _require_elementwise(closed) -> None:
 
     for equation in closed.jaxpr.eqns:
         name = equation.primitive.name
-        if name in _CALLS:
+        if name in CALLS:
             _require_elementwise(jaxprs.inner(equation))
         elif name == "broadcast_in_dim" and not repeats(equation.invars[0]):
             raise RefusedError("a function is not elementwise: it has broadcast_in_dim")
@@ -375,7 +375,7 @@ def _require_elementwise(closed) -> None:
 def _lowered(equation, values) -> list | None:
     """Evaluate an equation in terms that Mosaic lowers: booleans in 32 bits, tanh by one exponential."""
     name, out = equation.primitive.name, equation.outvars[0].aval
-    if name in _CALLS:
+    if name in CALLS:
         return jaxprs.evaluate(jaxprs.inner(equation), values, _lowered)
     if name == "tanh":
         return [tanh(values[0])]

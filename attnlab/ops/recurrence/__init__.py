@@ -94,7 +94,7 @@ def linear_recurrence(
     if return_state not in (False, True, "segments"):
         raise ValueError(f"return_state = {return_state!r}: expected False, True or 'segments'")
     if return_state == "segments" and segment_ids is None:
-        raise ValueError("return_state = 'segments' without segment_ids: give them, or return_state=True")
+        raise ValueError("return_state = 'segments' needs segment_ids: pass them, or return_state=True")
     options = {"impl": impl, "chunk_size": chunk_size, "return_state": return_state}
     run = meshes.on_auto_axes(functools.partial(_specs, v, return_state))(_recur)
     return run(q, k, v, g, beta, erase, scale, segment_ids, lengths, state, **options)
@@ -124,7 +124,7 @@ def _recur(q, k, v, g, beta, erase, scale, segment_ids, lengths, state, *, impl,
     out = out.astype(jax.dtypes.canonicalize_dtype(v.dtype))
     if return_state == "segments":
         if split is not None:
-            raise ValueError("return_state='segments' is of whole sequences, and context_parallel splits this one")
+            raise ValueError("return_state='segments' needs whole sequences, but context_parallel splits this one")
         if entering is None:  # as one chunk
             entering, size = state[None], max(1, terms.v.shape[-3])
         return out, segments.states(terms, segment_ids, lengths, entering, size)

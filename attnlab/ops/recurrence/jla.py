@@ -6,14 +6,12 @@ its error is 700 times the bound, from cancellation in differences of running su
 has not run the kernels, so "auto" never chooses them.
 """
 
-import functools
-import importlib.metadata
-
 import jax
 import jax.numpy as jnp
 
 from attnlab.ops.platforms import is_hopper
 from attnlab.ops.recurrence.call import RecurrenceCall
+from attnlab.support.extras import reason_against_version
 
 VERSION = "0.1.0"
 # e^−60 is 0 beside any number that bfloat16 adds it to; the library's sums of −∞ would be NaN.
@@ -31,24 +29,22 @@ def reason_against(call: RecurrenceCall) -> str | None:
     *_, queries, features = call.terms.q.shape
     sizes = features, call.terms.v.shape[-1]
     reasons = {
-        f"it needs jax-linear-attention {VERSION}, and {_installed()}: pip install 'attnlab[jla]'": (
-            _version() != VERSION
-        ),
         "it needs a Hopper GPU, e.g. an H100": call.platform == "tpu"
         or (call.platform == "gpu" and is_hopper(call.terms.v) is False),
         f"it has no {jnp.dtype(call.operand)}, only bfloat16": call.operand != jnp.bfloat16,
-        f"keys of {sizes[0]} and values of {sizes[1]} features: it supports 64 and 128 of both": sizes
+        f"keys of {sizes[0]} and values of {sizes[1]} features: it supports 64 or 128 for both": sizes
         not in ((64, 64), (128, 128)),
         f"{queries} queries read a state: it supports one": queries != 1,
         "context_parallel cannot split it": call.split is not None,
         "it computes on one device, and the mesh has several": jax.sharding.get_abstract_mesh().size > 1,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    missing = reason_against_version("jax-linear-attention", VERSION, "jla")
+    return missing or next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def untried(call: RecurrenceCall) -> str | None:
     """The reason why "auto" leaves a call to other backends."""
-    return "no recorded run on a GPU has checked it: it runs when named"
+    return "no recorded GPU run has checked it: it runs only if named"
 
 
 def run(call: RecurrenceCall, state):
@@ -101,15 +97,3 @@ _without_gradient.defvjp(lambda g: (g, None), _refuse)
 def _flat(x, batch):
     """Merge the batch axes into one."""
     return x.reshape(-1, *x.shape[len(batch) :])
-
-
-@functools.cache  # it reads files, and each trace of a recurrence needs it
-def _version() -> str | None:
-    try:
-        return importlib.metadata.version("jax-linear-attention")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _installed() -> str:
-    return f"{_version()} is installed" if _version() else "it is not installed"

@@ -43,4 +43,4 @@ def reason_against(call: RecurrenceCall) -> str | None:
 
 def untried(call: RecurrenceCall) -> str | None:
     """See `call`."""
-    return None if call.length <= _FEW else f"token by token is for {_FEW} or fewer"
+    return None if call.length <= _FEW else f"it is for {_FEW} tokens or fewer"

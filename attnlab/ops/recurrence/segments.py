@@ -25,7 +25,7 @@ def states(terms: Terms, segment_ids, lengths, entering, size: int):
       ValueError: the ids are traced.
     """
     if isinstance(segment_ids, jax.core.Tracer):
-        raise ValueError("return_state='segments' counts the segments, and segment_ids are traced: close over them")
+        raise ValueError("return_state='segments' counts the segments, but segment_ids are traced: close over them")
     *batch, length = np.shape(segment_ids)
     if not length:
         return jnp.zeros((*batch, 0, *entering.shape[-3:]), entering.dtype)

@@ -55,7 +55,7 @@ def terms_of(q, k, v, g, beta, erase) -> Terms:
     q, k, v = (checks.floating(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     _check_heads(q, k, v)
     if beta is not None and erase is not None:
-        raise ValueError("beta and erase are both set: beta is the erasure (βk, k) where βk is written, so give one")
+        raise ValueError("beta and erase are both set: beta is the erasure (βk, k) where βk is written, so pass one")
     if erase is not None and (not isinstance(erase, tuple | list) or len(erase) != 2):
         raise ValueError(f"erase is a {type(erase).__name__}: expected a pair (e, r)")
     by_head, features = v.shape[:-1], k.shape[-1]

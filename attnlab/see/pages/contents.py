@@ -56,7 +56,7 @@ def contents(
 
 def _patterns(run: Run, step) -> list[np.ndarray]:
     """Float32 `[B, H, Tq, Tk]` of each layer; only H may differ."""
-    where = "" if step is None else f" of step {step}"
+    where = "" if step is None else f" at step {step}"
     if not run.paths("pattern"):
         captured = ", ".join(run.values) or "nothing"
         raise ValueError(f"'pattern' was not captured{where}, only {captured}: name it in want=")
@@ -66,8 +66,8 @@ def _patterns(run: Run, step) -> list[np.ndarray]:
             raise ValueError(f"the pattern at {path}{where} has shape {layer.shape}: expected [B, H, Tq, Tk]")
         if not (layer.min(initial=0) >= -TOLERANCE and layer.max(initial=0) <= 1 + TOLERANCE):  # NaN fails as well
             raise ValueError(
-                f"the pattern at {path}{where} is not within 0 … 1: expected weights, without NaN; `see.shares` makes "
-                "them of what a recurrence reads"
+                f"the pattern at {path}{where} is not within 0 … 1: expected weights without NaN; for a recurrence, "
+                "use `see.shares`"
             )
     lengths = {(len(layer), *layer.shape[2:]) for layer in layers}
     if len(lengths) > 1:
@@ -79,7 +79,7 @@ def _prompts(weights, tokens) -> list[Prompt]:
     """The prompts with their weights of `[S, B, N, Tq, Tk]`, each cut to its tokens."""
     pairs = [_pair(prompt) for prompt in ([tokens] if _is_prompt(tokens) else tokens)]
     if len(pairs) != weights.shape[1]:
-        raise ValueError(f"tokens of {len(pairs)} prompts: expected {weights.shape[1]}, a list for each in the batch")
+        raise ValueError(f"tokens has {len(pairs)} prompts: expected {weights.shape[1]}, one list per prompt")
     prompts = []
     for number, (queries, keys) in enumerate(pairs):
         for name, labels, length in (("queries", queries, weights.shape[3]), ("keys", keys, weights.shape[4])):
@@ -122,7 +122,7 @@ def _tables(argument, read, value, by_step, heads) -> dict[str, np.ndarray]:
     if None in by_step:
         value = {None: value}
     elif not isinstance(value, Mapping) or set(value) != set(by_step):
-        raise ValueError(f"{argument} by step: expected a mapping with the keys {list(by_step)}, as runs")
+        raise ValueError(f"{argument} by step: expected a mapping with the keys {list(by_step)}, like runs")
     read_at = [read(value[step]) for step in by_step]
     expected = (len(heads), max(heads))
     for tables in read_at:

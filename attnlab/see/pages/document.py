@@ -47,7 +47,7 @@ class Page:
 
     def __fspath__(self) -> str:
         if self.path is None:
-            raise ValueError("the page is in no file: give page(…, path=…)")
+            raise ValueError("the page is not in a file: pass path= to page")
         return str(self.path)
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
@@ -106,7 +106,7 @@ def page(
         length = max(len(prompt.queries) for prompt in shown.prompts)
         of = f"{prompts} prompts × {steps} checkpoints × {layers} layers × {max(shown.heads)} heads × {length} tokens"
         remedies = "give fewer prompts, fewer checkpoints, or a larger max_bytes"
-        raise ValueError(f"the page has {size:,} bytes, more than max_bytes={max_bytes:,}, of {of}: {remedies}")
+        raise ValueError(f"the page of {of} has {size:,} bytes, more than max_bytes={max_bytes:,}: {remedies}")
     if path is not None:
         _write(text, Path(path))
     return Page(text, png, None if path is None else Path(path))
@@ -185,7 +185,7 @@ def _picture(shown: Contents) -> bytes:
 def _write(text: str, path: Path) -> None:
     """Write the file atomically."""
     if path.exists() and not is_page(path):
-        raise ValueError(f"{path} exists and is not a page of attnlab: choose another path, or remove it")
+        raise ValueError(f"{path} exists and is not an attnlab page: choose another path, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
 

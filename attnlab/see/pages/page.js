@@ -26,7 +26,7 @@
   try {
     records = await Promise.all(data.streams.map(inflate));
   } catch (error) {
-    $("problem").textContent = `This browser cannot unpack the weights (${error.message}): here is a picture of them.`;
+    $("problem").textContent = `This browser cannot unpack the weights (${error.message}), so it shows a picture of them.`;
     $("problem").hidden = false;
     return;
   }
@@ -429,7 +429,7 @@
       filled.style.width = `${100 * weight(byte)}%`;
       return make("div", { className: "bar" }, filled);
     };
-    $("caption").textContent = `Of query ${state.query} ${quoted(queries[state.query])} in ${named(state)}, the largest first`;
+    $("caption").textContent = `Query ${state.query} ${quoted(queries[state.query])} in ${named(state)}, largest weights first`;
     $("cells").replaceChildren(
       ...visible.slice(0, state.all ? undefined : few).map(({ byte, key }) =>
         make("tr", {}, make("th", { scope: "row" }, `${key}`), make("td", {}, make("bdi", {}, keys[key])),
@@ -543,10 +543,10 @@
     $("training").hidden = $("history").hidden = !several;
     $("step").max = last;
     $("views").className = widest > 8 ? "many" : "";
-    $("queries-hint").textContent = "hover or tap: its weights shade the keys";
-    $("keys-hint").textContent = "hover or tap: the weights to it shade the queries";
+    $("queries-hint").textContent = "Hover or tap a query: its weights shade the keys.";
+    $("keys-hint").textContent = "Hover or tap a key: the weights on it shade the queries.";
     $("note").hidden = !data.kept;
-    $("note").textContent = `Of each row, only the largest ${data.kept} weights are in this page; sums and entropies are of whole rows.`;
+    $("note").textContent = `This page has only the largest ${data.kept} weights of each row; sums and entropies are those of whole rows.`;
     for (const id of ["prompt", "step", "table"]) $(id).addEventListener("input", () => update({ [id]: +$(id).value }));
     $("sorted").addEventListener("input", () => update({ sorted: $("sorted").checked }));
     $("all").addEventListener("click", () => update({ all: !state.all }));

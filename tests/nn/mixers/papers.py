@@ -1,6 +1,6 @@
 """Whole layers in NumPy float64, from input to output, each written from its paper, for one sequence `[T, F]`.
 
-`p` are the layer's parameters by path, "query/kernel". The recurrences are loops over tokens and heads.
+`p` maps paths, such as "query/kernel", to the layer's parameters. The recurrences are loops over tokens and heads.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ def rms(x, scale=1.0, epsilon=1e-5):
 
 
 def rotated(x):
-    """Pairs (i, i + n/2) as complex numbers, `[T, H, n]`."""
+    """Rotate pairs (i, i + n/2) as complex numbers, `[T, H, n]`."""
     half = x.shape[-1] // 2
     frequencies = np.float64(np.float32(10_000.0 ** (-np.arange(half) / half)))  # rounded, as everywhere in attnlab
     turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * np.arange(len(x))[:, None] * frequencies)[:, None]
@@ -33,7 +33,7 @@ def rotated(x):
 
 
 def convolution(x, kernel, bias=0.0):
-    """Gu and Dao 2023: each feature by itself, the last weight that of the token itself."""
+    """Gu and Dao 2023: a depthwise convolution; the last weight multiplies the current token."""
     width, y = len(kernel), np.zeros_like(x)
     for t in range(len(x)):
         for back in range(min(width, t + 1)):
@@ -42,7 +42,7 @@ def convolution(x, kernel, bias=0.0):
 
 
 def causal_conv(x, p, *, dilation=1):
-    """van den Oord et al. 2016, section 2.1; the kernel's last tap is of the token itself."""
+    """van den Oord et al. 2016, section 2.1; the kernel's last tap multiplies the current token."""
     kernel, out = p["conv/kernel"], p["conv/bias"]
     for back, tap in enumerate(kernel[::-1]):
         before = np.zeros_like(x)
@@ -71,7 +71,7 @@ def gru(x, p):
 
 
 def by_head(recurrence, heads, *arrays):
-    """`[T, H, V]` of a recurrence `(arrays of a head) -> [T, V]`; an array of fewer heads serves several in turn."""
+    """Run `recurrence` on each head's arrays, `[T, H, V]`; groups of heads share an array with fewer heads."""
     outs = []
     for h in range(heads):
         outs.append(recurrence(*(x[:, h * x.shape[1] // heads] for x in arrays)))
@@ -87,7 +87,7 @@ def out(z, p):
 
 
 def convolved(x, p):
-    """Queries, keys and values, after their convolutions where they have any."""
+    """Queries, keys and values, after their convolutions if they have any."""
     for name in ("query", "key", "value"):
         y, kernel = projected(x, p, name), p.get(f"{name}_conv/kernel")
         yield y if kernel is None else convolution(y, kernel)
@@ -101,7 +101,7 @@ def short(x, p):
 
 
 def gated_delta_net(x, p, *, negative=False):
-    """Yang et al. 2025, section 3.3 and figure 1; DeltaNet, Yang et al. 2024, section 3.3, without "a" and "gate"."""
+    """Yang et al. 2025, section 3.3 and figure 1; without "a" and "gate" DeltaNet, Yang et al. 2024, section 3.3."""
     q, k, v = short(x, p)
     beta = sigmoid(projected(x, p, "b")) * (2 if negative else 1)
     alpha = np.ones_like(beta)
@@ -112,7 +112,7 @@ def gated_delta_net(x, p, *, negative=False):
 
 
 def mamba2(x, p, *, groups, state):
-    """Dao and Gu 2024, section 7 and figure 6: the parallel block, in the order z, x, B, C, dt of its projection."""
+    """Dao and Gu 2024, section 7 and figure 6: the parallel block; one projection gives z, x, B, C and dt."""
     heads = len(p["A_log"])
     inner, shared = len(p["norm/scale"]), groups * state
     z, xbc, dt = np.split(projected(x, p, "in"), (inner, 2 * inner + 2 * shared), axis=-1)
@@ -158,7 +158,7 @@ def linear_attention(x, p, *, normalized=True, feature_map=elu_plus_one):
 
 
 def kimi_delta_attention(x, p, *, negative=False):
-    """Kimi Team 2025, section 4: α by feature from a low rank, σ of another low rank as the gate."""
+    """Kimi Team 2025, section 4: α per feature and a sigmoid gate, both from low-rank projections."""
     q, k, v = short(x, p)
     beta = sigmoid(projected(x, p, "b")) * (2 if negative else 1)
     rate = softplus(projected(projected(x, p, "decay_down"), p, "decay_up"))
@@ -168,7 +168,7 @@ def kimi_delta_attention(x, p, *, negative=False):
 
 
 def gated_delta_product(x, p, *, steps, negative=True):
-    """Siems et al. 2025, section 3: H_i = A(x_i) H_{i−1} + B(x_i), n_h keys, values and β a token."""
+    """Siems et al. 2025, section 3: H_i = A(x_i) H_{i−1} + B(x_i), n_h keys, values and β per token."""
     q, k, v = short(x, p)
     beta = sigmoid(projected(x, p, "b")) * (2 if negative else 1)
     k, v, beta = (y.reshape(len(x), -1, steps, *y.shape[2:]) for y in (k, v, beta))
@@ -200,7 +200,7 @@ def rwkv7(x, p, *, first=None):
 
 
 def hgrn2(x, p, *, layer=0, layers=3):
-    """Qin et al. 2024, section 3: f = γ + (1 − γ) σ(x W_f), the query the output gate, then a norm of all heads."""
+    """Qin et al. 2024, section 3: f = γ + (1 − γ) σ(x W_f), the query is the output gate, then a norm over heads."""
     below = layer * np.exp(p["lower_bound"]) if layer else 0.0
     bound = below / (below + layers - layer)
     o, f, i = silu(projected(x, p, "query")), sigmoid(projected(x, p, "key")), projected(x, p, "value")

@@ -1,4 +1,4 @@
-"""Mixers, and relatives of softmax attention, in a GPT: the sizes of their caches, options, norms, and looking into."""
+"""Mixers and relatives of softmax attention in a GPT: cache sizes, options, norms and `see`."""
 
 import jax
 import numpy as np
@@ -15,11 +15,11 @@ SIZES = {"vocab_size": 11, "num_layers": 2, "num_heads": 2, "width": 16, "contex
 
 @pytest.mark.parametrize(
     "kind, state, conv",
-    [  # H·K·V·4 of 2 heads and a width of 16; W − 1 = 3 inputs of the convolution
+    [  # H·K·V·4 bytes for 2 heads and width 16; W − 1 = 3 inputs of the convolution
         ("gated_delta", 2 * 8 * 8 * 4, 3 * 3 * 16 * 4),
         ("delta", 2 * 8 * 8 * 4, 3 * 3 * 16 * 4),
         ("kda", 2 * 8 * 8 * 4, 3 * 3 * 16 * 4),
-        ("delta_product", 2 * 8 * 8 * 4, 3 * (1 + 2 + 2) * 16 * 4),  # two keys and values a token
+        ("delta_product", 2 * 8 * 8 * 4, 3 * (1 + 2 + 2) * 16 * 4),  # two keys and values per token
         ("rwkv7", 2 * 8 * 8 * 4, 16 * 4),
         ("hgrn2", 2 * 8 * 8 * 4, 0),
         ("mamba2", 2 * 8 * 16 * 4, 3 * (32 + 2 * 8) * 4),
@@ -31,7 +31,7 @@ SIZES = {"vocab_size": 11, "num_layers": 2, "num_heads": 2, "width": 16, "contex
         ("gated_conv", 0, 3 * 16 * 4),
     ],
 )
-def test_states_have_the_bytes_of_their_papers(kind, state, conv):
+def test_state_sizes_match_the_papers(kind, state, conv):
     cache, _ = jax.eval_shape(lambda: GPT.of(**SIZES, layers=kind).init_caches(batch=1, capacity=12))
     found = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in (cache.state, cache.conv)]
     assert found == [state, conv]
@@ -42,11 +42,11 @@ def layer(kind, **options):
     return config.layers[0].make(config)
 
 
-def test_delta_product_reads_its_steps_and_has_negative_eigenvalues_unless_told():
+def test_delta_product_defaults_to_two_steps_and_negative_eigenvalues():
     assert (layer("delta_product").steps, layer("delta_product", steps=3).steps) == (2, 3)
     assert layer("delta_product").negative_eigenvalues and not layer("gated_delta").negative_eigenvalues
     assert not layer("delta_product", negative_eigenvalues=False).negative_eigenvalues
-    with pytest.raises(ValueError, match="^steps = 0: expected 1 step"):
+    with pytest.raises(ValueError, match="^steps = 0: expected 1 or more steps"):
         GatedDeltaProduct(2, steps=0).init_cache(1, 16)
 
 
@@ -61,7 +61,7 @@ def test_hybrid_norms_are_after_attention_and_before_other_mixers():
     np.testing.assert_array_equal(*jax.jit(lambda p: [model.apply(p, TOKENS) for model in (alike, after)])(params))
 
 
-def test_norm_epsilon_of_a_recurrence_is_that_of_its_outputs_norm():
+def test_recurrence_norm_epsilon_applies_to_its_output_norm():
     for kind in ("gated_delta", "mamba2", "gla", "retention"):
         assert layer(kind, norm_epsilon=0.25).norm_epsilon == 0.25
     options = {}, {"norm_epsilon": 1e-5}, {"norm_epsilon": 1.0}
@@ -73,12 +73,12 @@ def test_norm_epsilon_of_a_recurrence_is_that_of_its_outputs_norm():
 
 
 @pytest.mark.parametrize("kind, name, has_effect", [("hgrn2", "lower_bound", [0, 1]), ("rwkv7", "v_down", [0, 1, 1])])
-def test_gpt_tells_layers_their_number_and_hands_them_the_first_values(kind, name, has_effect):
+def test_gpt_passes_layer_number_and_first_values_to_layers(kind, name, has_effect):
     model = GPT.of(**SIZES | {"num_layers": len(has_effect)}, layers=kind, mlp_ratio=0.0)
     params, apply = parameters(model, TOKENS), jax.jit(model.apply)
 
     def change(layer):
-        """Of the logits, where the parameters of this name are others in a layer."""
+        """The largest change in the logits when the parameters of this name change in one layer."""
         changed = f"['block_{layer}']['attention']['{name}']"
         moved = jax.tree_util.tree_map_with_path(lambda p, x: x + (changed in jax.tree_util.keystr(p)), params)
         return np.abs(np.asarray(apply(moved, TOKENS)) - apply(params, TOKENS)).max()
@@ -97,16 +97,16 @@ def test_see_verifies_the_pattern_and_contributions_sum_to_the_logits(kind):
 
 
 @pytest.mark.parametrize(
-    "kind, numbers",  # for one token of a layer of width 16 and two heads, and the length
+    "kind, numbers",  # per token, for width 16 and two heads; the cache also has a length
     [("differential", 2 * 8 + 16), ("latent", 4 * 8 + 4), ("stick_breaking", 2 * 16)],
 )
-def test_cache_has_the_bytes_of_its_paper(kind, numbers):
+def test_cache_size_matches_the_paper(kind, numbers):
     caches = jax.eval_shape(lambda: GPT.of(**SIZES, layers=kind).init_caches(1))
     assert sum(leaf.size for leaf in jax.tree.leaves(caches[0])) == 12 * numbers + 1
 
 
-def test_edited_step_of_latent_attention_is_not_absorbed():
-    """The absorbed order of products has no values of heads, which an edit would change."""
+def test_latent_attention_step_with_edit_is_not_absorbed():
+    """The absorbed order of products never computes the values per head, which an edit changes."""
     module, x = relatives.MODULES["latent"], relatives.X
     edit = {"edit_v": {"tapped": lambda v: 0 * v}}
     run = jax.jit(lambda params: module.apply(params | edit, x[:, :1], cache=module.init_cache(2, 8, 10))[0])

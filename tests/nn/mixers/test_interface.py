@@ -1,4 +1,4 @@
-"""Mixers compute in bfloat16, and name what they cannot take."""
+"""Mixers in bfloat16, and their errors for invalid inputs."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ BFLOAT16 = ("gated_delta", "latent", *map(slow, ("rwkv7", "mamba2", "gru", "conv
 
 
 @pytest.mark.parametrize("name", BFLOAT16)
-def test_layer_in_bfloat16_decodes_as_the_full_pass(name):
+def test_layer_decoding_in_bfloat16_equals_full_pass(name):
     exact_module = (ALL | relatives.MODULES)[name]
     module, params = exact_module.clone(dtype=jnp.bfloat16), parameters(exact_module, X)
     apply = jax.jit(module.apply)
@@ -33,29 +33,29 @@ def test_layer_in_bfloat16_decodes_as_the_full_pass(name):
     exact = np.asarray(jax.jit(exact_module.apply)(params, X))
     size = np.abs(exact).max()
     np.testing.assert_allclose(np.concatenate(steps, axis=1), np.float32(whole), atol=4 * BF16 * size)
-    # Some ten roundings in a row, of inputs, projections, gates and outputs.
+    # About ten roundings in a row, of inputs, projections, gates and outputs.
     np.testing.assert_allclose(np.float32(whole), exact, atol=10 * BF16 * size)
 
 
-def test_gru_in_bfloat16_approaches_its_limit_by_steps_below_a_rounding():
+def test_gru_in_bfloat16_converges_by_steps_smaller_than_a_rounding():
     module, x = GRU(1, dtype=jnp.bfloat16), np.ones((1, 1000, 1), np.float32)
     params = jax.tree.map(np.zeros_like, parameters(module, x))
     params["params"]["cell"]["iz"]["bias"] += 4.0  # keeps 0.982 of the state at each token
     params["params"]["cell"]["in"]["bias"] += 3.0
     out, cache = jax.jit(module.apply)(params, x, cache=module.init_cache(1, 1))
     assert out.dtype == jnp.bfloat16
-    # float32 errs by 2^-24 a step, of which the factor 0.982 keeps the last 55.
+    # float32 errs by 2^-24 per step; with the factor 0.982 the errors of the last 55 steps remain.
     np.testing.assert_allclose(cache.state, np.tanh(3), atol=1e-5)
 
 
-def test_hgrn2_of_a_shut_gate_has_finite_gradients():
+def test_hgrn2_with_closed_gate_has_finite_gradients():
     params = parameters(ALL["hgrn2"], X)
     slopes = jax.jit(jax.grad(lambda params: ALL["hgrn2"].apply(params, 1e4 * X).sum()))(params)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes))
 
 
 @pytest.mark.parametrize("name", ["gated_delta", "conv"])
-def test_mixer_wrong_inputs_raise_one_line(own_errors, name):
+def test_mixer_invalid_input_raises_one_line(own_errors, name):
     module = ALL[name]
 
     def fails(message, x=X, **options):
@@ -75,7 +75,7 @@ def test_mixer_wrong_inputs_raise_one_line(own_errors, name):
 
 
 class Odd(CausalConv):
-    """Returns what the test says."""
+    """Returns `result(x)` from `mix`."""
 
     result: object = None
 
@@ -92,6 +92,6 @@ class Odd(CausalConv):
     ],
     ids=["pair", "stateless", "shape"],
 )
-def test_mix_of_another_result_raises_one_line(own_errors, result, found):
+def test_mix_with_invalid_result_raises_one_line(own_errors, result, found):
     with pytest.raises(ValueError, match=rf"Odd.mix returned {found}: expected LayerOut\(outputs \[2, 12, 'd'\], Mix"):
         jax.eval_shape(Odd(result=result).init, jax.random.key(0), X)

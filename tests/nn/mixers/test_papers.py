@@ -61,14 +61,14 @@ OTHER_SIZES = {
     ),
 }
 ALL = CASES | OTHER_SIZES
-SLOW = {"delta", "latent", *OTHER_SIZES}  # gated_delta and latent_queries do more
+SLOW = {"delta", "latent", *OTHER_SIZES}  # gated_delta and latent_queries cover more
 X = np.random.default_rng(0).standard_normal((2, 37, 8))
 FIRST, PADDING = 20, 3  # tokens
 DOCUMENTS = (2, 6, 4)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in ALL])
-def test_layer_in_padded_pieces_and_packed_equals_its_paper_in_float64(float64, name):
+def test_layer_in_padded_chunks_and_packed_equals_paper_in_float64(float64, name):
     module, paper = ALL[name]
     variables = parameters(module, X)
     cache = jax.tree.map(np.asarray, module.init_cache(2, 8, capacity=37 + PADDING))
@@ -87,14 +87,14 @@ def test_layer_in_padded_pieces_and_packed_equals_its_paper_in_float64(float64, 
     assert length.tolist() == [37, 37]
     p = by_path(variables)
     expected = np.stack([paper(x, p) for x in X])
-    # 37 tokens of about 1e-15 each, which the norms amplify.
+    # 37 tokens with errors of about 1e-15 each, which the norms amplify.
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
     alone = [paper(x, p) for x in np.split(X[0, : sum(DOCUMENTS)], np.cumsum(DOCUMENTS)[:-1])]
     np.testing.assert_allclose(packed, np.concatenate(alone), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "gla")) for n in CASES])
-def test_layer_gradient_equals_differences_of_its_paper_in_float64(float64, name):
+def test_layer_gradient_equals_finite_differences_of_its_paper(float64, name):
     module, paper = CASES[name]
     variables, rng = parameters(module, X), np.random.default_rng(1)
     direction = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape), (variables, X))
@@ -107,7 +107,7 @@ def test_layer_gradient_equals_differences_of_its_paper_in_float64(float64, name
         return (np.stack([paper(row, by_path(moved)) for row in x]) * weights).sum()
 
     near, far = (loss(step) - loss(-step) for step in (1e-5, 2e-5))
-    # Their error is of the fourth power of the step, and of 1e-14 over the step.
+    # The error of these differences grows with step⁴ and with 1e-14 / step.
     np.testing.assert_allclose(found, (8 * near - far) / 12e-5, rtol=1e-6)
 
 
@@ -116,7 +116,7 @@ def test_layer_gradient_equals_differences_of_its_paper_in_float64(float64, name
     [(nn.HGRN2(2, layers=3), papers.hgrn2), (relatives.MODULES["differential"], relatives.differential)],
     ids=["hgrn2", "differential"],
 )
-def test_layer_of_a_number_equals_its_paper_in_float64(float64, module, paper):
+def test_layer_with_a_number_equals_its_paper_in_float64(float64, module, paper):
     x, context = X[:, :9], nn.Context(layer=2)
     variables = parameters(module, x)
     found = jax.jit(lambda variables: module.apply(variables, x, context, method="forward").out)(variables)

@@ -77,7 +77,7 @@ def by_path(tree):
 
 
 def initial(module, x):
-    """Initial values by path, but of large kernels, which take long to compile."""
+    """Initial values by path, without the large kernels, which take long to compile."""
 
     def init(key):
         params = by_path(module.init(key, x)["params"])
@@ -108,7 +108,7 @@ def test_decays_start_in_the_ranges_of_the_papers(module, low):
     params = initial(module, X)
     dt_bias = params["decay_up/bias" if "decay_up/bias" in params else "dt_bias"]
     a, dt = np.exp(params["A_log"]), np.logaddexp(0, dt_bias)
-    # Uniform, and log-uniform: 400 values reach within a few hundredths of the bounds.
+    # Uniform and log-uniform: 400 values reach within a few hundredths of the bounds.
     assert low <= a.min() < low + 0.5 and 15.5 < a.max() <= 16.001 and abs(a.mean() - (16 + low) / 2) < 1
     assert 0.000999 <= dt.min() < 0.0012 and 0.09 < dt.max() <= 0.1001 and abs(np.log(dt).mean() - np.log(0.01)) < 0.2
     if "D" in params:
@@ -117,16 +117,16 @@ def test_decays_start_in_the_ranges_of_the_papers(module, low):
     np.testing.assert_array_equal(params["norm/scale"], 1)
 
 
-def test_short_convolution_starts_uniform_within_the_root_of_its_width():
+def test_short_convolution_starts_uniform_within_one_over_root_width():
     kernel = initial(nn.GatedDeltaNet(4), np.zeros((1, 3, 64), np.float32))["query_conv/kernel"]
     assert 0.45 < kernel.max() <= 0.5 and -0.5 <= kernel.min() < -0.45 and abs(kernel.mean()) < 0.1
 
 
-def test_lower_bound_of_hgrn2_starts_as_the_layers_share_of_all_layers():
+def test_hgrn2_lower_bound_parameters_start_at_zero():
     np.testing.assert_array_equal(initial(nn.HGRN2(2, layers=3), X)["lower_bound"], 0)
 
 
-# Of each kind, what Muon does not move besides norms and biases; "-" nothing.
+# Parameters that AdamW updates instead of Muon, besides norms and biases; "-" is none.
 LEFT_TO_ADAMW = {
     "attention local latent stick_breaking linear retention gla gru conv": "-",
     "forget": "-",
@@ -144,7 +144,7 @@ LEFT_TO_ADAMW = {
 @pytest.mark.parametrize(
     "kind, left", [(kind, left) for kinds, left in LEFT_TO_ADAMW.items() for kind in kinds.split()]
 )
-def test_muon_moves_what_multiplies_features_and_weight_decay_kernels_alone(kind, left):
+def test_muon_updates_feature_matrices_and_weight_decay_only_kernels(kind, left):
     options = {"use_bias": True} | ({"local": {"window": 3}} if kind == "local" else {})
     model = nn.GPT.of(vocab_size=11, num_layers=2, num_heads=2, width=8, context=6, layers=kind, **options)
     tokens = np.zeros((1, 2), np.int32)
@@ -158,18 +158,18 @@ def test_muon_moves_what_multiplies_features_and_weight_decay_kernels_alone(kind
     assert {path.split("/")[0] for path in found} == {"block_0", "block_1"}
 
 
-def test_kinds_whose_parameters_are_listed_are_all():
+def test_parameter_lists_cover_every_kind():
     listed, known = set(" ".join(LEFT_TO_ADAMW).split()), {kind for kind in KINDS if not custom.is_custom(kind)}
     assert listed == known, "a kind needs rows in SHAPES and LEFT_TO_ADAMW, and in LAYERS of tests/nn/test_layers.py"
 
 
-def test_linear_attention_state_has_the_features_of_the_map_and_a_sum_of_keys():
-    # 4 features of a head, doubled; as many values, and the sum.
+def test_linear_attention_state_has_mapped_features_and_sum_of_keys():
+    # 4 features per head, doubled by the map; 4 values and the sum of keys.
     cache = nn.LinearAttention(num_heads=2, feature_map=doubled).init_cache(batch=3, features=8)
     assert cache.state.shape == (3, 2, 8, 5) and cache.conv is None
 
 
-def test_gru_has_the_parameters_and_gradients_of_flax_also_packed_and_padded(float64):
+def test_gru_gradients_equal_flax_when_packed_or_padded(float64):
     ours, theirs = (
         nn.GRU(5, dtype=np.float64),
         linen.RNN(linen.GRUCell(5, dtype=np.float64, param_dtype=np.float64), return_carry=True),

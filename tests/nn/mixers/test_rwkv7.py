@@ -1,4 +1,4 @@
-"""RWKV-7: the values of the first layer, and initial values that depend on a layer's number."""
+"""RWKV-7: mixing with the first layer's values, and initial values that depend on a layer's number."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ X = np.random.default_rng(0).standard_normal((2, 9, 8))
 FIRST = np.random.default_rng(1).standard_normal((2, 9, 2, 4))
 
 
-def test_rwkv7_mixes_its_values_with_the_first_ones_and_returns_them(float64):
+def test_rwkv7_mixes_values_with_first_layer_and_returns_them(float64):
     module = RWKV7(2, value_residual=True)
     variables = parameters(module, X)
     p = by_path(variables)
@@ -34,8 +34,8 @@ def test_rwkv7_mixes_its_values_with_the_first_ones_and_returns_them(float64):
     np.testing.assert_allclose(after, values, rtol=1e-10)
 
 
-def test_ranks_of_rwkv7_are_those_of_the_published_model_of_this_width():
-    """RWKV-7 "World" 0.1B, of width 768."""
+def test_rwkv7_ranks_match_published_model_of_this_width():
+    """The published model is RWKV-7 "World" 0.1B, with width 768."""
     module = RWKV7(12, value_residual=True)
     made = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, 2, 768)))
     ranks = {"decay_down": 64, "a_down": 64, "v_down": 32, "gate_down": 128}
@@ -43,7 +43,7 @@ def test_ranks_of_rwkv7_are_those_of_the_published_model_of_this_width():
 
 
 @pytest.mark.parametrize("layer, layers", [(0, 1), (1, 4)])
-def test_vectors_of_rwkv7_start_as_in_the_code_of_its_authors(layer, layers):
+def test_rwkv7_initial_vectors_match_the_authors_code(layer, layers):
     module = RWKV7(2, value_residual=True, layers=layers)
     context, x = Context(layer=layer), jnp.zeros((1, 2, 16))
     params = by_path(jax.jit(lambda key: module.init(key, x, context, method="forward"))(jax.random.key(0)))
@@ -67,5 +67,5 @@ def test_vectors_of_rwkv7_start_as_in_the_code_of_its_authors(layer, layers):
     }
     for path, value in expected.items():
         np.testing.assert_allclose(params[path].ravel(), value, rtol=1e-5, atol=1e-6, err_msg=path)
-    rows = params["decay_up/kernel"].reshape(32, 16)  # orthogonal columns of 0.1 · √(32 / 16)
+    rows = params["decay_up/kernel"].reshape(32, 16)  # orthogonal columns of norm 0.1 · √(32 / 16)
     np.testing.assert_allclose(rows.T @ rows, 0.02 * np.eye(16), atol=1e-6)

@@ -1,4 +1,4 @@
-"""Models of each mixer on four devices, split along each axis of a mesh, compute what one device does."""
+"""A model of each mixer, sharded over four devices along each mesh axis, computes what one device does."""
 
 import functools
 
@@ -27,5 +27,5 @@ CASES = [("mamba2", "tensor"), ("forget", "tensor"), *((layers, "fsdp and contex
     "layers, layout", [("conv", "fsdp and context"), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
 )
 def test_mixer_on_a_mesh_has_the_gradient_of_one_device(layers, layout):
-    # Float32 sums in another order, through two norms: some tens of units of 6e-8.
+    # Float32 sums in another order, through two norms: a few dozen units of 6e-8.
     assert distance(gradient_on(layout, layers), on_one_device(layers)) < 5e-6

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention equals the layer of transformers with the same weights; tests/interop has whole models."""
+"""Kimi Delta Attention equals the transformers layer with the same weights; tests/interop compares whole models."""
 
 import jax
 import numpy as np

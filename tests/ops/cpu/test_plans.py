@@ -1,4 +1,4 @@
-"""Calls computed in parts on CPUs, and whether XLA still needs them."""
+"""Calls computed in parts on CPUs, and whether XLA still needs the parts."""
 
 import functools
 import re
@@ -20,12 +20,12 @@ from tests.programs import optimized
 
 attend = functools.partial(attnlab.attention, impl="blockwise")
 
-LONG = {"q": (2, 520, 4, 8), "k": (2, 520, 2, 8), "v": (2, 520, 2, 6)}  # in tiles of which the last are ragged
+LONG = {"q": (2, 520, 4, 8), "k": (2, 520, 2, 8), "v": (2, 520, 2, 6)}  # the last tiles are ragged
 SHORT = {"q": (4, 200, 8, 8), "k": (4, 200, 8, 8), "v": (4, 200, 8, 6)}
 
 
 def call_in_parts(arrays, impl, block_sizes=(512, 256)):
-    """A call with each term that knows its example or head, but none whose gradient heads share."""
+    """A call with every term that depends on example or head, except terms whose gradient is shared by heads."""
     rng, (batch, length, num_heads, _) = np.random.default_rng(1), arrays["q"].shape
     by_head = BlockSparse(rng.random((batch, num_heads, length // 40, length // 40)) < 0.7, size=40)
     segments = Segments(np.sort(rng.integers(0, 3, (batch, length)), axis=-1))
@@ -63,7 +63,7 @@ def test_calls_in_parts_match_dense(float64, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shapes, block_sizes, parts", CALLS.values(), ids=CALLS)
-def test_calls_in_parts_have_the_same_bits_when_mapped(shapes, block_sizes, parts):
+def test_calls_in_parts_have_the_same_bits_under_vmap(shapes, block_sizes, parts):
     arrays = jax.tree.map(np.float32, arrays_of(shapes))
 
     def run(arrays):
@@ -75,14 +75,14 @@ def test_calls_in_parts_have_the_same_bits_when_mapped(shapes, block_sizes, part
     np.testing.assert_array_equal(mapped[1], alone(jax.tree.map(lambda x: 2 * x, arrays)))
 
 
-def test_short_calls_are_mapped_as_many_at_a_time_as_the_caches_hold():
+def test_vmap_of_short_calls_batches_as_many_as_caches_hold():
     q, k, v = np.random.default_rng(0).standard_normal((3, 3, 256, 7, 8), np.float32)
 
     def grad(q, k, v):
         return jax.grad(lambda q: attend(q, k, v, Causal()).sum())(q)
 
     run, alone = jax.jit(jax.vmap(grad, in_axes=(0, None, 0))), jax.jit(grad)
-    assert "length=1" in str(jax.make_jaxpr(run)(q, k[0], v))  # of two examples, and the third after it
+    assert "length=1" in str(jax.make_jaxpr(run)(q, k[0], v))  # one step of two examples, then the third
     found = np.asarray(run(q, k[0], v))
     for example in range(3):
         # Sums of at most 256 terms, in parts of other sizes.
@@ -90,7 +90,7 @@ def test_short_calls_are_mapped_as_many_at_a_time_as_the_caches_hold():
 
 
 @pytest.mark.slow
-def test_long_sequences_in_bfloat16_have_the_scale_gradient_of_all_heads():
+def test_long_bfloat16_sequences_sum_scale_gradient_over_heads():
     q, k, v = (arrays_of(LONG)[name].astype(jnp.bfloat16) for name in "qkv")
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -101,7 +101,7 @@ def test_long_sequences_in_bfloat16_have_the_scale_gradient_of_all_heads():
     np.testing.assert_allclose(slope(0.4, (512, 512)), slope(0.4, (64, 64)), rtol=2**-6)
 
 
-def test_long_sequences_in_bfloat16_are_moved_as_integers():
+def test_long_bfloat16_sequences_are_moved_as_integers():
     arrays = {name: x.astype(jnp.bfloat16) for name, x in arrays_of(LONG).items()}
     program = str(
         jax.make_jaxpr(jax.grad(lambda arrays: call_in_parts(arrays, "blockwise")[0].astype(float).sum()))(arrays)
@@ -113,9 +113,9 @@ def test_long_sequences_in_bfloat16_are_moved_as_integers():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 256, 8, 64), (2, 2048, 8, 64)], ids=["written out", "head by head"])
-def test_xla_still_takes_no_less_time_for_a_call_at_once_than_for_its_parts(shape, monkeypatch):
-    """No compiled program shows the need of parts, so this compares processor times, whose medians over calls in turn
-    differ by a tenth between runs: a third less for calls at once would be XLA's doing."""
+def test_xla_still_is_no_faster_for_whole_calls_than_for_parts(shape, monkeypatch):
+    """Compiled programs do not show whether parts help, so this compares processor times. Their medians over
+    alternating calls vary by a tenth between runs, so if whole calls took a third less, XLA would have improved."""
     x = np.random.default_rng(0).standard_normal(shape, np.float32)
 
     def compiled():

@@ -1,4 +1,4 @@
-"""GELU and norms against their formulas, and whether XLA still keeps more for theirs."""
+"""GELU and norms against their formulas, and whether XLA still stores more for the plain formulas."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def test_standardize_matches_numpy(rows, width, seed, deviation, mean):
     x = np.random.default_rng(seed).normal(mean, deviation, (rows, width)).astype(np.float32)
     wide = x.astype(np.float64)
     expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
-    # The mean errs by width roundings of numbers as large as |mean| + deviation, and is divided by the deviation found.
+    # The mean errs by width roundings of numbers as large as |mean| + deviation, divided by the computed deviation.
     bound = width * 2.0**-23 * (np.abs(x).max() / np.sqrt(wide.var(-1, keepdims=True) + 1e-5) + np.abs(expected) + 1)
     assert (np.abs(np.asarray(standardize(x)) - expected) <= bound).all()
 
@@ -38,7 +38,7 @@ FORMULAS = {"gelu": jax.nn.gelu, "standardize": standardized}
 
 
 @pytest.mark.parametrize("name, formula", FORMULAS.items())
-def test_values_and_derivatives_of_two_orders_are_those_of_the_formula(name, formula, float64):
+def test_values_and_first_two_derivatives_equal_the_formula(name, formula, float64):
     rng = np.random.default_rng(0)
 
     @jax.jit
@@ -73,8 +73,8 @@ def test_bfloat16_is_computed_in_float32(name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_gradient_keeps_the_input_alone(name):
-    """A chain whose gradient would keep a value of the input's size for each step of the formula besides."""
+def test_gradient_stores_only_the_input(name):
+    """The plain formula's gradient would also store an array of the input's size for each of its steps."""
     x = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
 
     def chain(x):
@@ -88,7 +88,7 @@ def test_gradient_keeps_the_input_alone(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_xla_still_keeps_more_for_the_gradient_of_the_formula(name):
+def test_xla_still_stores_more_for_gradient_of_plain_formula(name):
     x, kernels = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 512), (4, 512, 512)))
 
     def temporaries(function):

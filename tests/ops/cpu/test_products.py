@@ -1,4 +1,4 @@
-"""Products laid out for CPUs against those of lax, and whether XLA still needs them."""
+"""Products laid out for CPUs compared with lax, and whether XLA still needs the layout."""
 
 import functools
 
@@ -23,7 +23,7 @@ def arrays(*shapes, seed=0, dtype=np.float32):
 
 
 def contraction(x, kernel, rank):
-    """The last `rank` axes of x with the first of kernel, as flax's Dense and DenseGeneral ask for it."""
+    """Contract the last `rank` axes of x with the first axes of kernel, as flax's Dense and DenseGeneral do."""
     return (tuple(range(x.ndim - rank, x.ndim)), tuple(range(rank))), ((), ())
 
 
@@ -88,7 +88,7 @@ def test_bfloat16_accumulates_in_float32(shape):
     expected, sizes = ((x @ kernel, g @ kernel.T, x.T @ g) for x, kernel, g in (wide, map(np.abs, wide)))
     for result, exact, size in zip(run(x, kernel, g), expected, sizes):
         assert result.dtype == jnp.bfloat16
-        # Rounded once to 8 bits; the float32 sums before it err by 2^-24 a term, of at most 128.
+        # Rounded once to 8 bits; the float32 sums before it err by 2^-24 per term, for at most 128 terms.
         bound = np.abs(exact) * 2.0**-8 + size * 128 * 2.0**-24
         assert (np.abs(np.asarray(result, np.float64) - exact) <= bound).all()
 
@@ -109,7 +109,7 @@ def test_transposes_around_bfloat16_products_compile():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_cpu_layout_stays_out_of_other_platforms(dtype):
+def test_cpu_layout_is_absent_on_other_platforms(dtype):
     """A step may be traced on a CPU and exported for another platform."""
     x, kernel = arrays((6, 4), (4, 8), dtype=dtype)
 

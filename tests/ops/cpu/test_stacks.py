@@ -1,4 +1,4 @@
-"""Programs whose bfloat16 is moved as integers: the same bits, and no slice of bfloat16 is left."""
+"""Programs that move bfloat16 as integers: they have the same bits, and no bfloat16 slices."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Random calls of the linear recurrence: float64 arrays, of which each row of the batch is a case."""
+"""Random calls of the linear recurrence: float64 arrays in which each row of the batch is a case."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ SCHEDULES = ("chunked", "parallel")
 
 
 class Shape(NamedTuple):
-    """What a program is compiled for."""
+    """The sizes and terms that a program is compiled for."""
 
     batch: int
     length: int
@@ -56,7 +56,7 @@ def floating(drawn: dict) -> dict:
 
 
 def results(drawn: dict, dtype=np.float64, function=linear_recurrence, **options) -> dict:
-    """out, state, and the gradients of all floating arrays, of a call in `dtype`; to be compiled."""
+    """out, state, and the gradients of all floating arrays, from a call in `dtype`; run it under `jit`."""
     arrays = jax.tree.map(lambda x: jnp.asarray(x, dtype), floating(drawn))
     integers = {name: x for name, x in drawn.items() if name not in arrays}
 
@@ -68,12 +68,12 @@ def results(drawn: dict, dtype=np.float64, function=linear_recurrence, **options
 
 def weights(found: dict) -> dict:
     """A weight of at most 1 for each element, so that no two gradients cancel."""
-    # The zeros are sharded as the result is.
+    # The zeros are sharded like the result.
     return {name: jnp.zeros_like(x) + jnp.cos(jnp.arange(x.size)).reshape(x.shape) for name, x in found.items()}
 
 
 def assert_close(found: dict, expected: dict, tolerance):
-    """Differences of at most `tolerance`, a number or one for each row, of the largest element of the row, or of 1."""
+    """Assert differences of at most `tolerance` (a number, or one per row) times the row's largest element or 1."""
     assert found.keys() == expected.keys()
     for name in expected:
         for x, y in zip(jax.tree.leaves(found[name]), jax.tree.leaves(expected[name]), strict=True):

@@ -25,7 +25,7 @@ def retention(q, k, v, gamma):
 
 
 def mamba2(x, dt, a, b, c):
-    """Dao and Gu 2024, the SSM with one decay a head, discretized: h `[N, P]`, A a scalar, Δ one number a token."""
+    """Dao and Gu 2024, the SSM with one decay per head, discretized: h `[N, P]`, A a scalar, Δ one number per token."""
     h, y = np.zeros((b.shape[1], x.shape[1])), []
     for x_t, dt_t, b_t, c_t in zip(x, dt, b, c):
         h = np.exp(dt_t * a) * h + dt_t * np.outer(b_t, x_t)
@@ -99,7 +99,7 @@ def rwkv7(r, k, v, w, kappa, a):
 def gated_delta_product(q, k, v, g, beta):
     """Siems et al. 2025, section 3: H_i = A_i H_{i−1} + B_i by n_h steps, k and v `[T, n_h, …]`, β `[T, n_h]`.
 
-    A_i = g_i Π_j (I − β_ij k_ij k_ijᵀ), with the last step on the left, and B_i the writes, each times the steps after.
+    A_i = g_i Π_j (I − β_ij k_ij k_ijᵀ), with the last step on the left; B_i: the writes, each times the steps after it.
     """
     h, y = np.zeros((k.shape[2], v.shape[2])), []
     for q_i, k_i, v_i, g_i, beta_i in zip(q, k, v, g, beta):

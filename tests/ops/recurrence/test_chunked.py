@@ -12,8 +12,8 @@ from attnlab.ops.recurrence.terms import terms_of
 from tests.ops.cases import slow
 from tests.ops.recurrence import cases
 
-# (decay, erasure): heads of q, k and v, tokens of a chunk; with 1 and 41 tokens the last group of chunks is not full.
-# Each program computes 34 cases, one a row: 306 in all.
+# (decay, erasure): heads of q, k and v, tokens per chunk; with 1 and 41 tokens the last group of chunks is not full.
+# Each program computes 34 cases, one per row: 306 in all.
 PROGRAMS = {
     ("none", "none"): ((4, 2, 2), 7),
     ("head", "none"): ((2, 2, 4), 32),
@@ -84,14 +84,14 @@ def test_extremes_keep_values_and_gradients_finite_and_right(length, decay, eras
     with jax.enable_x64(True):
         exact = jax.tree.map(np.asarray, program("recurrent")(drawn))
     found = jax.tree.map(np.asarray, program(impl, 32)(drawn, dtype=np.float32))
-    # As in `attnlab.testing`: n roundings add up as √n, of terms up to four times as large as the largest result; and
-    # a reflection at each token, whose errors add up.
+    # As in `attnlab.testing`: n roundings add up as √n, for terms up to four times as large as the largest result.
+    # Errors of a reflection at each token add up linearly.
     cases.assert_close(found, exact, 4 * ((4 + 3 * 32) ** 0.5 + length) * np.finfo(np.float32).eps)
 
 
 @schedules
 @pytest.mark.parametrize(("decay", "erasure"), [("head", "beta"), ("feature", "pair")])
-def test_single_gates_of_decays_down_to_exp_minus_20_have_the_gradients_of_the_specification(decay, erasure, impl):
+def test_gate_gradients_of_fast_decays_equal_the_specification(decay, erasure, impl):
     drawn = cases.draw(1, cases.Shape(len(EXTREMES), 33, decay=decay, erasure=erasure), strongest=20.0)
     del drawn["segment_ids"], drawn["lengths"]
     with jax.enable_x64(True):

@@ -29,7 +29,7 @@ def mesh_of(data=1, tensor=1, context=1, kind=AxisType.Auto):
 
 
 def draw(decay, erasure):
-    """Segments that cross devices and begin on the first token of one; lengths of all, none and half."""
+    """Segments that cross devices or begin at a device's first token; full, partial and zero lengths."""
     drawn = cases.draw(7, cases.Shape(4, LENGTH, (4, 2, 2), decay=decay, erasure=erasure))
     ids = np.zeros((4, LENGTH), int)
     ids[0, 20:], ids[1, 13:], ids[1, 33:] = 1, 1, 2
@@ -78,7 +78,7 @@ def test_sequence_over_devices_equals_one_device(float64, kind, shape, decay, er
 
 
 @members
-def test_sequence_of_shards_within_shard_map_equals_one_device(float64, decay, erasure, impl):
+def test_sharded_sequence_in_shard_map_equals_one_device(float64, decay, erasure, impl):
     drawn, mesh = draw(decay, erasure), mesh_of(tensor=2, context=2)
     spec = specs(drawn, length="context", heads="tensor")
     out_specs = (P("data", "context", "tensor"), P("data", "tensor"))
@@ -92,7 +92,7 @@ def test_sequence_of_shards_within_shard_map_equals_one_device(float64, decay, e
     close(jax.jit(split)(drawn), run(drawn, impl=impl))
 
 
-def test_split_sequence_names_its_devices_and_refuses_what_is_whole(own_errors):
+def test_split_sequence_names_devices_and_rejects_unsplittable_calls(own_errors):
     arrays = cases.floating(draw("head", "beta"))
     options = {"segment_ids": np.zeros((4, LENGTH), int), "return_state": "segments"}
     with jax.set_mesh(mesh_of(context=4)), attnlab.context_parallel("context"):
@@ -100,7 +100,7 @@ def test_split_sequence_names_its_devices_and_refuses_what_is_whole(own_errors):
         assert "over 4 devices of 'context'" in str(explained) and "context_parallel cannot split" in str(explained)
         for change, message in (
             ({"impl": "recurrent"}, "context_parallel cannot split"),
-            (options, "of whole sequences"),
+            (options, "needs whole sequences"),
         ):
             with pytest.raises(ValueError, match=message):
                 jax.eval_shape(functools.partial(linear_recurrence, **change), **arrays)

@@ -30,7 +30,7 @@ BETA, A, W = uniform(0, 1), uniform(0, 1, K), uniform(0, 1, V)
 
 
 def call(function, *arrays, heads_first=False, **options):
-    """The output `[B, T, H, V]` of a function of torch's."""
+    """The output `[B, T, H, V]` of a torch function."""
     arrays = [torch.tensor(np.swapaxes(x, 1, 2) if heads_first else x) for x in arrays]
     out = function(*arrays, **options)
     out = (out[0] if isinstance(out, tuple) else out).numpy()
@@ -48,7 +48,7 @@ def gdn2():
 
 
 def generalized_delta_rule():
-    """Its state is read before it decays, S ← exp(g) S + β αᵀ S + k vᵀ: e = −β and r = α exp(−g)."""
+    """The state is read before it decays, S ← exp(g) S + β αᵀ S + k vᵀ: e = −β and r = α exp(−g)."""
     arrays, decays = (Q, normal(K), VALUE, -KEY, A * KEY), np.log(uniform(0.6, 1, K))
     path = "generalized_delta_rule/dplr"
     found = call(naive(path).dplr_recurrence, *arrays, decays, heads_first=True)
@@ -56,7 +56,7 @@ def generalized_delta_rule():
 
 
 def gated_delta_product():
-    """Two steps a token, the first with the decay, read after the second."""
+    """Two steps per token: the first applies the decay, and outputs are read after the second."""
     k, v, beta = (np.concatenate([x, x[::-1]], axis=1) for x in (KEY, VALUE, BETA))
     options = {"scale": K**-0.5, "num_householder": 2}
     found = call(naive("gated_delta_product").naive_recurrent_gated_delta_product, Q, k, v, LOG_DECAY, beta, **options)

@@ -1,4 +1,4 @@
-"""The kernels of jax-linear-attention, by their portable form: `make test-jla`, as they want a JAX of their own."""
+"""The portable form of jax-linear-attention's kernels: run `make test-jla`, because they need their own JAX."""
 
 import functools
 
@@ -17,7 +17,7 @@ run = functools.partial(linear_recurrence, impl="jla", return_state=True)
 
 
 @pytest.mark.parametrize("feature", RECURRENCE_FEATURES)
-def test_every_feature_is_right_with_all_gradients_but_that_of_decays(feature):
+def test_every_feature_is_right_except_the_gradient_of_decays(feature):
     def fixed_decays(g=None, **arrays):
         return run(g=None if g is None else jax.lax.stop_gradient(g), **arrays)
 
@@ -27,7 +27,7 @@ def test_every_feature_is_right_with_all_gradients_but_that_of_decays(feature):
     assert (row.outcome, row.gradients) == ("right", gradients), row
 
 
-def test_a_reset_leaves_nothing_of_the_state_and_no_nan():
+def test_reset_erases_the_state_without_nan():
     call = recurrence_call("resets", 0, SHAPES[0], "bfloat16")
     after = {name: x[:, 115:] for name, x in call.items()}  # g is −∞ at 115
     for whole, part in zip(run(**call), run(**after)):
@@ -36,7 +36,7 @@ def test_a_reset_leaves_nothing_of_the_state_and_no_nan():
         np.testing.assert_allclose(found, np.float32(part), rtol=2**-7, atol=2**-7)  # chunks begin elsewhere
 
 
-def test_gradient_of_decays_is_refused_in_one_line():
+def test_gradient_of_decays_raises_one_line():
     call = recurrence_call("fast decay", 0, SHAPES[1], "bfloat16")
     with pytest.raises(ValueError, match="impl = 'jla' has no gradient of g, .*: use impl='auto'") as error:
         jax.grad(lambda g: run(**call | {"g": g})[0].astype(jnp.float32).sum())(call["g"])
@@ -47,12 +47,12 @@ def test_gradient_of_decays_is_refused_in_one_line():
     ("shape", "dtype", "message"),
     [
         (SHAPES[1], "float32", "it has no float32, only bfloat16"),
-        (RecurrenceShape(), "bfloat16", "keys of 8 and values of 5 features: it supports 64 and 128 of both"),
+        (RecurrenceShape(), "bfloat16", "keys of 8 and values of 5 features: it supports 64 or 128 for both"),
     ],
 )
-def test_calls_that_it_cannot_run_are_named_and_auto_never_takes_it(shape, dtype, message):
+def test_unsupported_calls_raise_and_auto_never_chooses_jla(shape, dtype, message):
     call = recurrence_call("beta", 0, shape, dtype)
     with pytest.raises(ValueError, match=f"impl = 'jla' cannot run this: {message}"):
         run(**call)
     good = recurrence_call("beta", 0, SHAPES[1], "bfloat16")
-    assert "runs when named" in attnlab.explain(**good, operator=linear_recurrence).rejected["jla"]
+    assert "runs only if named" in attnlab.explain(**good, operator=linear_recurrence).rejected["jla"]

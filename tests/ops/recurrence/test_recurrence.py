@@ -30,7 +30,7 @@ def draw(decay="head", erasure="beta", seed=5, length=LENGTH, heads=(4, 2, 2)):
 
 
 def cut(drawn, part):
-    """The tokens of a slice."""
+    """`drawn` with only the tokens of the slice `part`."""
     whole = ("state", "lengths", "scale")
     return {name: x if name in whole else jax.tree.map(lambda x: x[:, part], x) for name, x in drawn.items()}
 
@@ -40,7 +40,7 @@ def close(found, expected, atol=1e-12):
 
 
 @pytest.mark.parametrize("heads", [(2, 1, 4), (6, 3, 3), slow((4, 2, 8))])
-def test_heads_that_are_fewer_serve_neighbours(float64, heads):
+def test_fewer_heads_are_shared_by_neighbours(float64, heads):
     """Key head h // (HV / H) writes to state h; queries and states are repeated in the same way."""
     drawn, most = draw("feature", heads=heads), max(heads)
     arrays = cases.floating(drawn)
@@ -71,12 +71,12 @@ def test_padding_with_nan_and_other_segments_is_inert(float64, impl, decay, eras
     close(found, run(drawn))
     for name in ("out", *(f"the gradient of {name}" for name in "qkv")):
         assert not np.asarray(found[name])[~inside].any()
-    np.testing.assert_array_equal(found["state"][1], drawn["state"][1])  # of no tokens
+    np.testing.assert_array_equal(found["state"][1], drawn["state"][1])  # a row without tokens
 
 
 @members
-def test_packed_sequences_equal_separate_ones_and_have_their_states(float64, decay, erasure, impl):
-    """Segments of 9 tokens end within chunks of 8, at their ends and in others; ids of rows differ."""
+def test_packed_sequences_and_their_states_equal_separate_calls(float64, decay, erasure, impl):
+    """Segments of 9 tokens end within and at the ends of chunks of 8; ids differ between rows."""
     drawn = {name: x for name, x in draw(decay, erasure).items() if name != "lengths"}
     arrays, ids = cases.floating(drawn), drawn["segment_ids"]
     run = functools.partial(linear_recurrence, chunk_size=8, impl=impl)
@@ -90,7 +90,7 @@ def test_packed_sequences_equal_separate_ones_and_have_their_states(float64, dec
     close((packed[0], packed[1][:, -1]), last)
 
 
-def test_states_of_segments_are_zero_where_a_row_has_fewer_and_in_padding(float64):
+def test_states_of_absent_or_padded_segments_are_zero(float64):
     drawn, ids = draw(length=24), np.zeros((BATCH, 24), int)
     ids[0, 5:], ids[0, 20:], ids[2, 10:] = 1, 2, 1
     drawn |= {"segment_ids": ids, "lengths": np.array([15, 24, 24, 0])}
@@ -110,7 +110,7 @@ def test_states_of_segments_are_zero_where_a_row_has_fewer_and_in_padding(float6
 
 
 @pytest.mark.parametrize("return_state", [False, True, "segments"])
-def test_few_tokens_have_the_shapes_of_many(return_state):
+def test_short_sequences_have_the_usual_output_shapes(return_state):
     for length in (0, 1, 3):
         arrays = cases.floating(draw(length=length))
         options = {"segment_ids": np.zeros((BATCH, length), int), "return_state": return_state}
@@ -128,13 +128,13 @@ def test_segment_of_one_token_has_the_last_state():
     np.testing.assert_allclose(by_segment[:, 0], last, atol=1e-6)  # sums of two products of size 1
 
 
-def test_no_tokens_leave_the_state():
+def test_empty_sequence_returns_the_initial_state():
     arrays = cases.floating(draw(length=0))
     np.testing.assert_array_equal(linear_recurrence(**arrays, return_state=True)[1], np.float32(arrays["state"]))
 
 
-def test_two_householder_steps_a_token_count_modulo_three_exactly():
-    """Two reflections of the plane rotate by 120°: the largest of three reads tells the sum, for 3,000 tokens."""
+def test_two_householder_steps_per_token_count_modulo_three():
+    """Two reflections of the plane rotate by 120°; the largest of three outputs shows the sum, for 3,000 tokens."""
     count = 3000
     digits = np.random.default_rng(1).integers(0, 3, count)
     # Reflections across lines at angles a and b rotate by 2 (b − a).
@@ -146,11 +146,11 @@ def test_two_householder_steps_a_token_count_modulo_three_exactly():
     beta = np.full((2 * count, 1), 2, np.float32)
     out = jax.jit(linear_recurrence)(q, k, np.zeros((2 * count, 1, 1), np.float32), beta=beta, state=start, scale=1.0)
     assert (out[1::2, :, 0].argmax(axis=-1) == np.cumsum(digits) % 3).all()
-    np.testing.assert_allclose(out[1::2].max(axis=1), 1, atol=1e-3)  # 6,000 reflections, rounded each
+    np.testing.assert_allclose(out[1::2].max(axis=1), 1, atol=1e-3)  # 6,000 reflections, each rounded
 
 
 @pytest.mark.parametrize("impl", cases.SCHEDULES)
-def test_gradients_within_vmap_and_of_scan_and_remat_equal_gradients_of_the_batch(float64, impl):
+def test_gradients_under_vmap_scan_and_remat_equal_the_batch(float64, impl):
     drawn = draw("feature", "beta")
     arrays, ids = cases.floating(drawn), drawn["segment_ids"]
 
@@ -165,7 +165,7 @@ def test_gradients_within_vmap_and_of_scan_and_remat_equal_gradients_of_the_batc
     close(jax.jit(jax.grad(scanned))(arrays), expected)
 
 
-def test_batch_axes_of_any_number_agree(float64):
+def test_any_number_of_batch_axes_agrees(float64):
     drawn = draw(length=9)
     twice = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), drawn)
     run = jax.jit(functools.partial(linear_recurrence, return_state=True))
@@ -179,7 +179,7 @@ def of_squares(q, impl="chunked"):
     return (linear_recurrence(q, q, q, beta=q[..., 0], impl=impl, chunk_size=8) ** 2).sum()
 
 
-def test_forward_mode_of_chunks_is_refused(own_errors):
+def test_forward_mode_of_chunked_form_is_rejected(own_errors):
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jit(jax.jacfwd(of_squares)).lower(np.ones((20, 1, 2), np.float32))
 
@@ -196,7 +196,7 @@ def test_reverse_mode_twice_is_right():
 
 
 @pytest.mark.slow
-def test_gradients_store_one_state_a_chunk():
+def test_gradients_store_one_state_per_chunk():
     def temporaries(length, size):
         shapes = {"q": (length, 2, 64), "g": (length, 2), "beta": (length, 2)}
         q, g, beta = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values())
@@ -209,17 +209,17 @@ def test_gradients_store_one_state_a_chunk():
 
     arrays, state = 4096 * 2 * 64 * 4, 2 * 64 * 64 * 4  # bytes of q, and of a state
     at_once, coarse = temporaries(4096, 32), temporaries(4096, 64)
-    # 128 states, 64 of chunks twice as long; besides, arrays like q, by chunk, and their gradients.
+    # 128 states, or 64 for chunks twice as long; besides, arrays as large as q, by chunk, and their gradients.
     assert at_once < 128 * state + 16 * arrays
     assert at_once - coarse > 0.5 * (128 - 64) * state
 
 
-def test_explanation_names_the_form_the_size_of_chunks_and_the_case():
+def test_explain_names_the_form_chunk_size_and_case():
     drawn = draw()
     explain = functools.partial(attnlab.explain, operator=linear_recurrence)
     assert str(explain(**drawn)).splitlines() == [
         "runs chunked by 32 tokens, symmetric",
-        "not recurrent: token by token is for 4 or fewer",
+        "not recurrent: it is for 4 tokens or fewer",
         "not jla: it needs jax-linear-attention 0.1.0, and it is not installed: pip install 'attnlab[jla]'",
         "not parallel: it is for GPUs and TPUs",
     ]
@@ -246,7 +246,7 @@ zeros = functools.partial(np.zeros, dtype=np.float32)
         ({"impl": "fast"}, "impl = 'fast': expected one of auto, recurrent, jla, parallel, chunked"),
         ({"chunk_size": 0}, "chunk_size = 0"),
         ({"return_state": "all"}, "return_state = 'all'"),
-        ({"return_state": "segments"}, "return_state = 'segments' without segment_ids"),
+        ({"return_state": "segments"}, "return_state = 'segments' needs segment_ids"),
         ({"q": zeros((9, 4))}, r"q has shape \(9, 4\)"),
         ({"q": zeros((2, 8, 2, 4))}, r"k has \(batch, length\) \(2, 9\) and q has \(2, 8\)"),
         ({"k": zeros((2, 9, 2, 5))}, "k has 5 features per head and q has 4"),
@@ -261,14 +261,14 @@ zeros = functools.partial(np.zeros, dtype=np.float32)
         ({"state": zeros((2, 2, 4, 3))}, r"state has shape \(2, 2, 4, 3\), expected \(2, 4, 4, 3\)"),
     ],
 )
-def test_bad_argument_is_one_line(own_errors, change, message):
+def test_invalid_argument_raises_one_line(own_errors, change, message):
     arrays = {"q": zeros((2, 9, 2, 4)), "k": zeros((2, 9, 2, 4)), "v": zeros((2, 9, 4, 3))}
     with pytest.raises(ValueError, match=message) as error:
         linear_recurrence(**arrays | change)
     assert "\n" not in str(error.value)
 
 
-def test_traced_segments_have_no_states_and_say_so():
+def test_states_of_traced_segments_raise_one_line():
     drawn = {name: x for name, x in draw().items() if name != "lengths"}
     with pytest.raises(ValueError, match="segment_ids are traced: close over them"):
         jax.jit(functools.partial(linear_recurrence, return_state="segments"))(**drawn)

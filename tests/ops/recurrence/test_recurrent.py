@@ -14,7 +14,7 @@ recurrent = functools.partial(linear_recurrence, impl="recurrent")
 
 
 def draws(seed=0):
-    """Inputs of all members: `[T, H, …]`, keys of length 1, decays in (0, 1)."""
+    """Inputs for all members: `[T, H, …]`, keys of norm 1, decays in (0, 1)."""
     rng = np.random.default_rng(seed)
     q, k = rng.standard_normal((2, T, H, K))
     drawn = {"q": q, "k": k / np.linalg.norm(k, axis=-1, keepdims=True), "v": rng.standard_normal((T, H, V))}
@@ -29,7 +29,7 @@ def by_head(paper, *arrays, **options):
     return np.stack([paper(*(x[:, h] for x in arrays), **options) for h in range(H)], axis=1)
 
 
-# The recurrence of a paper, its arrays, and the arguments of ours that are not q, k and v.
+# A paper's recurrence, its arrays, and our arguments that add to or replace q, k and v.
 MEMBERS = {
     "linear": (functools.partial(papers.linear_attention, normalized=False), "q k v", lambda x: {}),
     "retention": (
@@ -73,7 +73,7 @@ def test_specification_equals_recurrence_of_the_paper(float64, paper, names, arg
     np.testing.assert_allclose(out, expected, atol=1e-10, rtol=0)
 
 
-def test_normalized_linear_attention_is_a_column_of_ones(float64):
+def test_column_of_ones_normalizes_linear_attention(float64):
     x = draws()
     q, k = np.abs(x["q"]), np.abs(x["k"])
     expected = by_head(papers.linear_attention, q, k, x["v"], normalized=True)
@@ -82,7 +82,7 @@ def test_normalized_linear_attention_is_a_column_of_ones(float64):
     np.testing.assert_allclose(out[..., :-1] / out[..., -1:], expected, atol=1e-10, rtol=0)
 
 
-def test_gated_delta_product_is_delta_steps_read_after_the_last(float64):
+def test_gated_delta_product_equals_delta_steps_read_after_the_last(float64):
     steps, x = 3, draws()
     several = [draws(seed) for seed in range(steps)]
     k, v, beta = (np.stack([each[name] for each in several], axis=1) for name in ("k", "v", "beta"))  # [T, n, H, …]

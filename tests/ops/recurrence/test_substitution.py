@@ -28,8 +28,8 @@ def test_substitution_equals_inverse_in_values_and_gradients(float64, size):
     np.testing.assert_allclose(d_a, of_a, rtol=1e-10, atol=1e-12)
 
 
-def test_equal_keys_at_steps_of_two_are_solved_exactly():
-    """Powers of this matrix have entries of 10¹⁸ that cancel; its inverse has entries of 2 at most."""
+def test_equal_keys_with_beta_two_are_solved_exactly():
+    """Powers of this matrix have entries of 10¹⁸ that cancel; its inverse has entries of at most 2."""
     a = 2 * np.tri(64, k=-1, dtype=np.float32)
     inverse = jax.jit(solve)(a, np.eye(64, dtype=np.float32))
     np.testing.assert_array_equal(inverse, np.rint(np.linalg.inv(np.eye(64) + np.float64(a))))
