@@ -62,7 +62,7 @@ def copy(tmp_path):
         ([QUICKSTART, "--workdir=another"], r"--workdir is given 2 times"),
         ([QUICKSTART, "extra"], r"'extra' is not expected here"),
         ([QUICKSTART, "--config.model.attention.window=1099511627776"], r"attention.window = .* below 2\^31"),
-        ([QUICKSTART, "--config.model.window=8"], r"model.window is not a field .did you mean model.\w+.window"),
+        ([QUICKSTART, "--config.model.sinks=True"], r"model.sinks is not a field .did you mean model.\w+.sinks"),
         ([QUICKSTART, "--config.optimizer.learning_rate=inf"], r"learning_rate = inf"),
         ([QUICKSTART, "--config.parallel.mesh={'tensor': 2}"], r"config.parallel.mesh"),
         ([*SMALL, "--config.checkpoint.dir=/dev/null/kept"], r"checkpoint.dir = .*cannot be written"),

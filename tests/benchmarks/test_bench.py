@@ -44,8 +44,10 @@ SMOKE = {
     "attention": (f"{SMALL} --peers=jax.nn", {"title", "seconds", "ratio", "peak_mib"}, "peak memory, MiB"),
     "decoding": ("--sizes=tiny --rounds=1", {"tokens_per_second_tiny_eight", "ratio_tiny"}, "tokens/s"),
     "gpu": (
-        "--lengths=24 --head_dims=8 --rounds=1 --notrain --masks=documents",
-        {"check_blockwise_documents_d8_bfloat16", "ratio_documents_t24_d8_backward_vs_jax_nn", "wrong"},
+        "--lengths=24 --head_dims=8 --rounds=1 --masks=documents --only=operator,populations,recurrence",
+        {"check_blockwise_documents_d8_bfloat16", "ratio_documents_t24_d8_backward_vs_jax_nn", "wrong"}
+        | {"check_recurrence_parallel_resets", "ms_recurrence_decay_backward_attnlab_parallel"}
+        | {"tokens_per_second_populations_2", "over_best_documents_t24_d8_forward"},
         "attnlab cudnn is not available: it needs a gpu",
     ),
     "loss": ("--recipes={recipe} {peer} --path={text} --steps=20 --rounds=3", {"ratio_{recipe}"}, "nats"),
@@ -137,6 +139,7 @@ INVALID = [
     for line in """
 atention | unknown benchmark 'atention' (did you mean attention?): use one of attention, decoding
 attention --masks=casual | --masks: 'casual' is unknown (did you mean causal?)
+gpu --only=operators | --only: 'operators' is unknown (did you mean operator?)
 gpu --peer_python=/nowhere | /nowhere cannot be started (No such file or directory)
 loss --recipes=quickstart --rounds=2000 | quickstart has 2000 steps
 loss --path=nowhere.txt | nowhere.txt

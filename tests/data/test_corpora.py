@@ -180,8 +180,8 @@ def test_tfds_dataset_keeps_its_own_splits(monkeypatch):
     [
         ("quixote", {}, r"data\.name = 'quixote': .*tfds:NAME"),
         ("tfds:no_such_set", {}, "not a TFDS dataset"),
-        ("tfds:attnlab_needs_tensorflow", {}, "attnlab_needs_tensorflow needs tensorflow .*tfds build"),
-        ("tfds:attnlab_needs_beam", {}, "attnlab_needs_beam needs Apache Beam .*tfds build"),
+        ("tfds:attnlab_needs_tensorflow", {}, "attnlab_needs_tensorflow needs tensorflow, .*tfds build"),
+        ("tfds:attnlab_needs_beam", {}, "attnlab_needs_beam needs Apache Beam: .*tfds build"),
         ("tfds:attnlab_folktales", {"feature": "title"}, "text features story"),
         ("python_docs", {"feature": "title"}, "has no features"),
         ("text", {}, "--config.data.path=FILE"),

@@ -89,7 +89,7 @@ def test_existing_file_is_never_overwritten(tmp_path):
     path.write_text("mine")
     with pytest.raises(UserError, match="out.jsonl exists"):
         Records(path, {})
-    with pytest.raises(UserError, match="no folder .*/no, "):
+    with pytest.raises(UserError, match="the folder .*/no is missing or not writable: "):
         Records(tmp_path / "no" / "out.jsonl", {})
     path.unlink()
     with pytest.raises(UserError, match="out.jsonl already exists"), Records(path, {}) as records:

@@ -241,7 +241,7 @@ def test_folder_without_a_run_prints_one_line(gpt2, capsys, tmp_path):
     assert "has no checkpoints" in refused(capsys, gpt2, "--checkpoints=all", "--prompt=el gato")
     folder = shutil.copytree(gpt2, tmp_path / "gpt2")
     (folder / "tokenizer.json").unlink()
-    assert "holds no tokenizer" in refused(capsys, folder, "--prompt=el gato")
+    assert "has no tokenizer" in refused(capsys, folder, "--prompt=el gato")
 
 
 def test_run_with_a_custom_model_is_refused_by_name(run, capsys, tmp_path):

@@ -63,18 +63,30 @@ def run(terms: Terms, state, size: int, operand: DType):
 
     `operand` is the type of the products' operands; sums are in float32 or wider.
     """
-    out, last, entering = _run(terms, state, size, operand)
-    return joined(out, terms.v.shape[:-2], size), last, entering
+    *batch, length = terms.v.shape[:-2]
+    count = -(-length // size)
+    members = _MEMBERS if terms.case != "no erasure" and count >= 2 * _MEMBERS else count
+    out, last, entering = _run(terms, state, size, members, operand)
+    out, entering = (x.reshape(members, -1, *x.shape[1:]) for x in (out, entering))
+    out = joined(joined(out, (out.shape[1], *batch, members * size), size), (*batch, length), members * size)
+    return out, last, jnp.moveaxis(entering, 0, 1).reshape(-1, *state.shape)[:count].astype(state.dtype)
 
 
-@functools.partial(jax.checkpoint, static_argnums=(2, 3))
-def _run(terms, state, size, operand):
+@functools.partial(jax.checkpoint, static_argnums=(2, 3, 4))
+def _run(terms, state, size, members, operand):
     time = state.ndim - 3
-    chunks = jax.tree.map(functools.partial(by_chunk, time=time, size=size), with_finite_logs(terms))
-    chunks = jax.tree.map(lambda x: jnp.moveaxis(x, time + 1, -2), chunks)
+    # The types of the arrays between products decide how many bytes a GPU moves, which is what takes its time.
+    narrow = {name: rounded(getattr(terms, name), operand) for name in ("q", "k", "v")}
+
+    def in_groups(x):
+        x = by_chunk(by_chunk(x, time, members * size), time + 1, size)  # [M, groups, ..., C, H, …]
+        return jnp.moveaxis(x.reshape(-1, *x.shape[2:]), time + 1, -2)
+
+    chunks = jax.tree.map(in_groups, with_finite_logs(terms._replace(**narrow)))
     inside = _CASES[terms.case](chunks, Decays(chunks.g, operand))
     a = inside.a if inside.a is None else jnp.broadcast_to(inside.a, (*inside.k.shape[:-2], inside.a.shape[-1]))
-    entering, x, last = _states(operand, inside.k, inside.u, inside.w, a, state)
+    wide = (None if y is None else y.astype(state.dtype) for y in (inside.k, inside.u, inside.w))
+    entering, x, last = _states(operand, members, *wide, a, state)
     out = product("...gck,...kv->...gcv", inside.q, entering, operand)
     out = out + product("...gcn,...nv->...gcv", inside.p, x, operand)
     return jnp.moveaxis(out, -2, time + 1), last, entering
@@ -86,25 +98,31 @@ def _plain(terms, decays):
 
 
 def _symmetric(terms, decays):
-    rows = jnp.concatenate([terms.k[..., None, :, :], terms.q], axis=-3)
-    scores, read = decays.scores(rows, terms.k), decays.from_start(rows)
-    right = jnp.concatenate([terms.v, -read[..., 0, :, :]], axis=-1)
-    solved = terms.beta * solve(scores[..., 0, :, :] * terms.beta.mT, right, decays.operand)
-    u, w = jnp.split(solved, (terms.v.shape[-1],), axis=-1)
-    return Inside(read[..., 1:, :, :], scores[..., 1:, :, :], decays.to_end(terms.k), u, w, decays.whole)
+    keys = terms.k[..., None, :, :]
+    among_keys, p = _scores(decays, (keys, terms.q), terms.k)
+    right = terms.beta * terms.v, -terms.beta * decays.from_start(keys)[..., 0, :, :]
+    u, w = solve(terms.beta * among_keys[..., 0, :, :], right, decays.operand)  # β (I + A βᵀ)⁻¹ = (I + β A)⁻¹ β
+    return Inside(decays.from_start(terms.q), p, decays.to_end(terms.k), u, w, decays.whole)
 
 
 def _general(terms, decays):
-    e, r = terms.erase
-    rows = jnp.concatenate([r[..., None, :, :], terms.q], axis=-3)
-    scores, read = decays.scores(rows, jnp.concatenate([terms.k, e], axis=-2)), decays.from_start(rows)
-    among_keys, among_erased = jnp.split(scores[..., 0, :, :], 2, axis=-1)
-    written = product("...tj,...jv->...tv", jnp.tril(among_keys, -1), terms.v, decays.operand)
-    right = jnp.concatenate([written, read[..., 0, :, :]], axis=-1)
-    u, w = jnp.split(-solve(among_erased, right, decays.operand), (terms.v.shape[-1],), axis=-1)
+    (e, r), dtype = terms.erase, decays.operand
+    r = r[..., None, :, :]
+    among, p = _scores(decays, (r, terms.q), jnp.concatenate([terms.k, e], axis=-2))
+    among_keys, among_erased = jnp.split(among[..., 0, :, :], 2, axis=-1)
+    written = product("...tj,...jv->...tv", jnp.tril(among_keys, -1), terms.v, dtype)
+    u, w = solve(among_erased, (-written, -decays.from_start(r)[..., 0, :, :]), dtype)
     k = jnp.concatenate([decays.to_end(terms.k), decays.to_end(e)], axis=-2)
     u, w = jnp.concatenate([terms.v, u], axis=-2), jnp.concatenate([jnp.zeros_like(w), w], axis=-2)
-    return Inside(read[..., 1:, :, :], scores[..., 1:, :, :], k, u, w, decays.whole)
+    return Inside(decays.from_start(terms.q), p, k, u, w, decays.whole)
+
+
+def _scores(decays, sets, columns):
+    """`Decays.scores` of several sets of rows: decays by feature share their factors, which are large, others none."""
+    if decays.g is None or decays.g.shape[-1] == 1:
+        return [decays.scores(rows, columns) for rows in sets]
+    ends = [sum(x.shape[-3] for x in sets[: n + 1]) for n in range(len(sets) - 1)]
+    return jnp.split(decays.scores(jnp.concatenate(sets, axis=-3), columns), ends, axis=-3)
 
 
 _CASES = {"no erasure": _plain, "symmetric": _symmetric, "general": _general}
@@ -113,17 +131,20 @@ _CASES = {"no erasure": _plain, "symmetric": _symmetric, "general": _general}
 
 # Chunks per group, M. With erasure, n states take 2·M + n / M steps: all groups run at once from [I | 0], which gives
 # their maps; a scan over the maps gives the state before each group; all groups run at once again, from these states.
-_GROUP = 8
+_MEMBERS = 8
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _states(operand, k, u, w, a, state):
-    """Return (the state before each chunk `[n, ..., H, K, V]`, X `[n, ..., H, N, V]`, the last state)."""
-    return _forward(operand, k, u, w, a, state)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _states(operand, members, k, u, w, a, state):
+    """Return (the state before each chunk `[n, ..., H, K, V]`, X `[n, ..., H, N, V]`, the last state).
+
+    Of the groups' `members` chunks, the first ones come first, then the second ones, and so on.
+    """
+    return _forward(operand, members, k, u, w, a, state)[0]
 
 
-def _forward(operand, k, u, w, a, state):
-    k, w = (None if y is None else rounded(y, operand) for y in (k, w))  # once, not in each step
+def _forward(operand, members, k, u, w, a, state):
+    k, u, w = (None if y is None else rounded(y, operand) for y in (k, u, w))  # once, not in each step
     if w is None:
         written = product("...nk,...nv->...kv", k, u, operand)
         after = _composed(a, written.at[0].add(_decayed(None if a is None else a[0], state)))
@@ -134,22 +155,23 @@ def _forward(operand, k, u, w, a, state):
         k, u, w, a = chunk
         x, fewer = product("...nk,...kv->...nv", w, state, operand), u.shape[-1]
         x = jnp.concatenate([x[..., :-fewer], x[..., -fewer:] + u], axis=-1)  # u adds to the last columns only
-        return _decayed(a, state) + product("...nk,...nv->...kv", k, x, operand), (state, x)
+        x = rounded(x, operand)
+        return _decayed(a, state) + product("...nk,...nv->...kv", k, x, operand), (rounded(state, operand), x)
 
-    chunks, starts, maps = _grouped(k, u, w, a), state[None], None
-    if (groups := len(chunks[0][0])) > 1:
+    chunks, starts, maps = _by_member(members, k, u, w, a), state[None], None
+    if (groups := len(k) // members) > 1:
         features = state.shape[-2]
         identity = jnp.broadcast_to(jnp.eye(features, dtype=state.dtype), (groups, *state.shape[:-1], features))
         both = jnp.concatenate([identity, jnp.zeros((groups, *state.shape), state.dtype)], axis=-1)
         both, _ = lax.scan(lambda both, chunk: (step(both, chunk)[0], None), both, chunks)
         maps = both[..., :features]
         starts = _starts(maps, both[..., features:], state)
-    last, (entering, x) = lax.scan(step, starts, chunks)
-    entering, x = (_flat(y)[: len(k)] for y in (entering, x))
+    last, of_chunks = lax.scan(step, starts, chunks)
+    entering, x = jax.tree.map(_flat, of_chunks)
     return (entering, x, last[-1]), (k, w, a, maps, entering, x)
 
 
-def _backward(operand, residuals, cotangents):
+def _backward(operand, members, residuals, cotangents):
     """Run the same form in reverse for the cotangent of the state after each chunk; the rest is batched products."""
     k, w, a, maps, entering, x = residuals
     d_entering, d_x, d_last = cotangents
@@ -164,20 +186,20 @@ def _backward(operand, residuals, cotangents):
             k, d_x, w, a, d_before = chunk
             d_x = d_x + product("...nk,...kv->...nv", k, d_after, operand)
             d_before = d_before + _decayed(a, d_after) + product("...nk,...nv->...kv", w, d_x, operand)
-            return d_before, (d_after, d_x)
+            return d_before, (rounded(d_after, operand), d_x)
 
-        chunks, ends = _grouped(k, d_x, w, a, d_entering), d_last[None]
+        chunks, ends = _by_member(members, k, d_x, w, a, d_entering), d_last[None]
         if maps is not None:
             nothing = jnp.zeros((len(maps), *d_last.shape), d_last.dtype)
             added, _ = lax.scan(lambda d, chunk: (step(d, chunk)[0], None), nothing, chunks, reverse=True)
             ends = _starts(maps.mT, added, d_last, reverse=True)
-        d_states, (d_after, d_x) = lax.scan(step, ends, chunks, reverse=True)
-        d_state, d_after, d_x = d_states[0], _flat(d_after)[: len(k)], _flat(d_x)[: len(k)]
+        d_states, of_chunks = lax.scan(step, ends, chunks, reverse=True)
+        d_state, (d_after, d_x) = d_states[0], jax.tree.map(_flat, of_chunks)
     d_k = product("...nv,...kv->...nk", x, d_after, operand)
     d_w = None if w is None else product("...nv,...kv->...nk", d_x, entering, operand)
     d_a = None
     if a is not None:
-        d_a = (entering * d_after).sum(axis=-1)
+        d_a = (entering.astype(a.dtype) * d_after).sum(axis=-1)
         d_a = d_a if a.shape[-1] > 1 else d_a.sum(axis=-1, keepdims=True)
     return d_k, d_x, d_w, d_a, d_state
 
@@ -185,24 +207,13 @@ def _backward(operand, residuals, cotangents):
 _states.defvjp(_forward, _backward)
 
 
-def _grouped(k, u, w, a, *others):
-    """Regroup arrays of n chunks `[n, ...]` as `[M, n / M, ...]`: the first chunk of each group, the second, …
-
-    Chunks that pad the last group change no state. Chunks for fewer than two groups form one group.
-    """
-    size = _GROUP if len(k) >= 2 * _GROUP else len(k)
-
-    def grouped(x, fill):
-        more = -len(x) % size
-        x = jnp.concatenate([x, jnp.full((more, *x.shape[1:]), fill, x.dtype)]) if more else x
-        return jnp.moveaxis(x.reshape(-1, size, *x.shape[1:]), 1, 0)
-
-    return *(grouped(x, 0) for x in (k, u, w)), None if a is None else grouped(a, 1), *(grouped(x, 0) for x in others)
+def _by_member(members, *arrays):
+    """Arrays `[M, groups, ...]` of arrays `[n, ...]`."""
+    return jax.tree.map(lambda x: x.reshape(members, -1, *x.shape[1:]), arrays)
 
 
 def _flat(x):
-    """The inverse of `_grouped`."""
-    return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _starts(maps, added, state, reverse=False):

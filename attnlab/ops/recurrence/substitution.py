@@ -10,32 +10,33 @@ import jax
 import jax.numpy as jnp
 
 from attnlab.ops.meshes import varying_like
-from attnlab.ops.recurrence.products import product
+from attnlab.ops.recurrence.products import product, rounded
 from attnlab.types import Array, DType
 
 _BLOCK = 8  # rows that are substituted one by one; larger blocks are merged by products
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def solve(a: Array, b: Array, operand: DType | None = None) -> Array:
-    """Solve (I + A) X = B for X, with strictly lower triangular A `[..., C, C]` and B `[..., C, V]`.
+def solve(a: Array, b: Array | tuple[Array, ...], operand: DType | None = None) -> Array | tuple[Array, ...]:
+    """Solve (I + A) X = B for X, with strictly lower triangular A `[..., C, C]` and B `[..., C, V]`, or several B.
 
     Entries of A on and above the diagonal are not read. The inverse is computed in A's type; its product with B has
-    operands of type `operand`, see `product`.
+    operands and a result of type `operand`, see `product`.
     """
     return _forward(a, b, operand)[0]
 
 
 def _forward(a, b, operand):
     inverse = _inverse(a)
-    x = product("...tj,...jv->...tv", inverse, b, operand)
+    x = jax.tree.map(lambda b: rounded(product("...tj,...jv->...tv", inverse, b, operand), operand), b)
     return x, (inverse, x)
 
 
 def _backward(operand, residuals, g):
     inverse, x = residuals
-    d_b = product("...jt,...tv->...jv", inverse.mT, g, operand)
-    return -jnp.tril(product("...tv,...vj->...tj", d_b, x.mT, operand), -1), d_b
+    d_b = jax.tree.map(lambda g: product("...jt,...tv->...jv", inverse.mT, g, operand), g)
+    d_a = jax.tree.map(lambda d_b, x: product("...tv,...vj->...tj", d_b, x.mT, operand), d_b, x)
+    return -jnp.tril(jax.tree.reduce(jnp.add, d_a), -1), d_b
 
 
 solve.defvjp(_forward, _backward)
