@@ -19,6 +19,6 @@ from attnlab.ops.linear import linear_attention as linear_attention
 from attnlab.ops.recurrence import linear_recurrence as linear_recurrence
 from attnlab.ops.stick_breaking import stick_breaking_attention as stick_breaking_attention
 from attnlab.ops.stick_breaking import stick_breaking_weights as stick_breaking_weights
-from attnlab.runs import metrics as metrics
+from attnlab.records import metrics as metrics
 
 __version__: str

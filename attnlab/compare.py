@@ -29,7 +29,7 @@ from absl import flags
 from attnlab import commands, compilation, experiments
 from attnlab import config as configs
 from attnlab.comparing import comparison, replication
-from attnlab.comparing.report import Part
+from attnlab.comparing.report import TaskComparison
 from attnlab.comparing.variants import SIZES, parse, size
 from attnlab.config import RunConfig
 from attnlab.nn import custom
@@ -129,7 +129,7 @@ def _set_defaults(values, file: str) -> None:
             raise UserError(f"{file}: COMPARE: {commands.one_line(error)}") from error
 
 
-def _print_runs(parts: list[Part]) -> int:
+def _print_runs(parts: list[TaskComparison]) -> int:
     """Print the runs of a comparison and an estimate of their time."""
     count = seconds = more = 0
     for part in parts:

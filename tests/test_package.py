@@ -48,7 +48,7 @@ FLOORS = (
     {"config", "compilation"},
     {"experiments"},
     {"training", "commands"},
-    {"loading", "runs"},
+    {"loading", "records"},
     {"sample", "export", "plots"},
     {"results"},
     {"train", "planning", "see", "study", "bench", "conform"},

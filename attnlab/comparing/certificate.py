@@ -29,7 +29,7 @@ RECURRENCES = {
 CASES = 2  # per feature
 
 
-def of_model(model: GPT) -> dict:
+def certify(model: GPT) -> dict:
     """Certify a model's operators, in the form that a comparison records.
 
     Returns:

@@ -19,7 +19,7 @@ from attnlab.comparing import protocol as protocols
 from attnlab.comparing import variants as variants_
 from attnlab.comparing.protocol import FACTORS, Protocol, Rate
 from attnlab.comparing.replication import Published
-from attnlab.comparing.report import Part
+from attnlab.comparing.report import TaskComparison
 from attnlab.config import RunConfig
 from attnlab.data.tasks import named
 from attnlab.nn import custom, versions
@@ -209,7 +209,13 @@ def default_tuning_seeds(together: int | str, jobs: int) -> int:
 
 
 def run(
-    parts: Sequence[Part], folder: Path, *, check: bool, together: str, jobs: int, command: Callable[[int], str]
+    parts: Sequence[TaskComparison],
+    folder: Path,
+    *,
+    check: bool,
+    together: str,
+    jobs: int,
+    command: Callable[[int], str],
 ) -> Comparison:
     """Train, measure and report the parts of a comparison, in `jobs` processes at a time, or in this one for 0.
 
@@ -262,7 +268,7 @@ def parts(
     match_length: int | None,
     known_tasks: Mapping[str, Mapping] = {},
     published: Mapping[str, Published] = {},
-) -> list[Part]:
+) -> list[TaskComparison]:
     """Build and check all parts before anything starts; arguments as for `compare`. No task changes `chosen` fields."""
     named_variants = variants_.of_values(variants)
     config.check_effects()
@@ -295,7 +301,7 @@ def parts(
         measure = "accuracy" if named.parse(own.data.name) else "loss"
         protocol = Protocol(own, tuple(sorted(rates)), **seeds_of, measure=measure, extensions=extensions)
         where = folder / grid.folder_name(name) if name else folder
-        part = Part(name, where, protocol, named_variants, match, published.get(name))
+        part = TaskComparison(name, where, protocol, named_variants, match, published.get(name))
         if match != "none":
             matched = variants_.matched(named_variants, own, vocab_size(part), match, match_length)
             part = part._replace(variants=matched)
@@ -323,14 +329,14 @@ def _tasks(tasks, known: Mapping) -> dict[str, dict[str, Any]]:
     return found or {"": {}}
 
 
-def vocab_size(part: Part) -> int:
+def vocab_size(part: TaskComparison) -> int:
     """Vocabulary size of a part's text or task."""
     with tempfile.TemporaryDirectory() as nowhere:
         found = texts.load(part.config_of(part.variants[0]), texts.Workdir(Path(nowhere) / "new"))
         return found.tokenizer.vocab_size
 
 
-def check_layers(parts: Sequence[Part]) -> None:
+def check_layers(parts: Sequence[TaskComparison]) -> None:
     """Raise UserError for the first failed check of a layer with user-defined code, mask or score mod."""
     found = []
     for part in parts:
@@ -351,11 +357,11 @@ def _has_parts(layer: LayerConfig) -> bool:
     return any(getattr(layer, part, None) is not None for part in ("mask", "score_mod"))
 
 
-def _tuning(part: Part) -> list:
+def _tuning(part: TaskComparison) -> list:
     return [point for variant in part.variants for point in part.protocol.tuning(variant)]
 
 
-def _compare(part: Part, runner: training_runs.Runner, command: Callable[[int], str]) -> _Found:
+def _compare(part: TaskComparison, runner: training_runs.Runner, command: Callable[[int], str]) -> _Found:
     """Train, measure and report a part."""
     folder, protocol, variants = part.folder, part.protocol, part.variants
     if part.name:
@@ -382,7 +388,7 @@ def _compare(part: Part, runner: training_runs.Runner, command: Callable[[int], 
     return _Found(whole.rows, sections, workdirs, failed, _about(part, final, measured))
 
 
-def _tune(part: Part, runner: training_runs.Runner) -> tuple[dict[str, Rate], dict[str, str]]:
+def _tune(part: TaskComparison, runner: training_runs.Runner) -> tuple[dict[str, Rate], dict[str, str]]:
     """Tune each variant's learning rate, extending the rates at an edge; also return the errors of failed runs."""
     protocol, folder = part.protocol, part.folder
     tried, rates, failed, ended = dict.fromkeys(part.variants, protocol.rates), {}, {}, set()
@@ -397,7 +403,7 @@ def _tune(part: Part, runner: training_runs.Runner) -> tuple[dict[str, Rate], di
     return rates, failed
 
 
-def _replicate(part: Part, final, measured) -> list[page.Section]:
+def _replicate(part: TaskComparison, final, measured) -> list[page.Section]:
     """Compare a part's results with the published ones; return no section if there are none."""
     if part.published is None:
         return []
@@ -425,7 +431,7 @@ def _finished(final, folder: Path, failed: Mapping[str, str]) -> dict[str, list[
     return {name: workdirs for name, workdirs in found.items() if workdirs}
 
 
-def _about(part: Part, final, measured: Mapping[str, Mapping]) -> dict[str, str]:
+def _about(part: TaskComparison, final, measured: Mapping[str, Mapping]) -> dict[str, str]:
     """Describe how the results were obtained, by name."""
     (first, *_), *_ = final.values()
     config, model, workdir = first.config, first.config.model, part.folder / first.name

@@ -78,7 +78,7 @@ def _costs(run: loading.Run) -> dict:
         + memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes,
-        "certificate": certificate.of_model(model),
+        "certificate": certificate.certify(model),
     }
     for times in LONGER if extends(model) else LONGER[:1]:
         length = times * config.model.context

@@ -25,7 +25,7 @@ WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "
 COLUMNS = ("tokens", "seconds", "FLOPs")  # x axes of the loss curves
 
 
-class Part(NamedTuple):
+class TaskComparison(NamedTuple):
     """A part of a comparison: a text or a task, with its own table.
 
     Attributes:
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 def section(
-    part: Part,
+    part: TaskComparison,
     whole: Table,
     final: Mapping[str, list[Point]],
     measured: Mapping,
@@ -84,7 +84,7 @@ def section(
     )
 
 
-def _notes(part: Part, rows: Sequence[Mapping], raced: Race | None) -> list[str]:
+def _notes(part: TaskComparison, rows: Sequence[Mapping], raced: Race | None) -> list[str]:
     """Explain how to read the table, beyond the help of its columns, and append `remarks`."""
     protocol, seeds, others = part.protocol, len(part.protocol.seeds), len(rows) - 1
     rates, tuning = ", ".join(f"{rate:g}" for rate in protocol.rates), len(protocol.tuning_seeds)
@@ -116,7 +116,7 @@ def _notes(part: Part, rows: Sequence[Mapping], raced: Race | None) -> list[str]
     return [*notes, *remarks(part, rows)]
 
 
-def remarks(part: Part, rows: Sequence[Mapping]) -> list[str]:
+def remarks(part: TaskComparison, rows: Sequence[Mapping]) -> list[str]:
     """Return warnings about what went wrong or may mislead."""
     edge = (
         f"its best learning rate is still the lowest or highest after {part.protocol.extensions} extensions: allow more"
@@ -177,7 +177,7 @@ def _sentence(row: Mapping, start: Mapping, measure: str) -> str:
     return text + "."
 
 
-def _runs(part: Part, final: Mapping[str, list[Point]]) -> Table:
+def _runs(part: TaskComparison, final: Mapping[str, list[Point]]) -> Table:
     """Table of all runs: their results, and the fields of their configs that differ from the defaults."""
     measure, default = part.protocol.measure, RunConfig()
 

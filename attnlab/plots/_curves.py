@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, ScalarF
 from scipy.optimize import isotonic_regression
 
 from attnlab.plots import _style
-from attnlab.runs import metrics
+from attnlab.records import metrics
 
 
 def curves(

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Integer
 
 from attnlab.nn import taps
-from attnlab.see.models import framed
+from attnlab.see.models import adapt
 from attnlab.see.results import Run
 from attnlab.see.site import Sites
 from attnlab.types import Array
@@ -34,7 +34,7 @@ def sites(model, variables, *args, **kwargs) -> Sites:
     >>> [(site.path, site.heads, site.verified) for site in found], found.blocks
     ([('block_0/attention', 2, True), ('block_1/attention', 2, True)], ('block_0', 'block_1'))
     """
-    frame, inputs = framed(model, variables, args, kwargs)
+    frame, inputs = adapt(model, variables, args, kwargs)
     mismatch = jax.jit(lambda inputs: frame.run(inputs, want=(taps.MISMATCH,)).values)(inputs)[taps.MISMATCH]
     measured = (dataclasses.replace(site, mismatch=float(mismatch[site.path])) for site in frame.sites)
     return dataclasses.replace(frame.sites, attention=tuple(measured))
@@ -109,5 +109,5 @@ def edited(
     (1, 3, 10)
     """
     want = (want,) if isinstance(want, str) else tuple(want)
-    frame, inputs = framed(model, variables, args, kwargs)
+    frame, inputs = adapt(model, variables, args, kwargs)
     return frame.run(inputs, want, edits, rows=rows)

@@ -16,7 +16,7 @@ import numpy as np
 from attnlab.nn import taps
 from attnlab.see.edits import Put, site_key
 from attnlab.see.logit_metrics import traced
-from attnlab.see.models import Frame, framed
+from attnlab.see.models import ModelView, adapt
 from attnlab.see.results import Effects, Run
 
 AXES = ("layer", "head", "position")
@@ -47,7 +47,7 @@ def ablate(model, variables, batch, metric: Callable, *, chunk: int | None = Non
     >>> effects.values.shape, effects.axes
     ((2, 2), ('layer', 'head'))
     """
-    frame, inputs = framed(model, variables, _args(batch), kwargs)
+    frame, inputs = adapt(model, variables, _args(batch), kwargs)
     sweep, arrays = _sweep(frame, inputs, metric, "z", ("layer", "head"), chunk)
     return _effects(sweep, *_swept(sweep, arrays, inputs))
 
@@ -92,7 +92,7 @@ def patch(
     shapes = [[jnp.shape(x) for x in jax.tree.leaves(args)] for args in (clean, corrupt)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"clean has shapes {shapes[0]} and corrupt {shapes[1]}: expected the same, so pad one of them")
-    frame, (variables, _, options) = framed(model, variables, clean, kwargs)
+    frame, (variables, _, options) = adapt(model, variables, clean, kwargs)
     source, edited = (variables, clean, options), (variables, corrupt, options)
     sweep, arrays = _sweep(frame, edited, metric, site, over, chunk)
     return _effects(sweep, *_swept(sweep, arrays, edited, source))
@@ -106,7 +106,7 @@ def _args(batch) -> tuple:
 class _Sweep:
     """Edits of one value, one at each of its places, and the metric under each edit."""
 
-    frame: Frame
+    frame: ModelView
     metric: str  # equal for metrics with the same program, whatever arrays they read
     program: Callable = dataclasses.field(compare=False)  # computes the metric from these arrays and a result
     site: str  # name of the value
@@ -146,7 +146,7 @@ class _Sweep:
         return jnp.asarray(np.moveaxis(each, range(1, 1 + len(sizes)), [1 + place for place in places])), sizes
 
 
-def _sweep(frame: Frame, inputs, metric: Callable, site: str, over, chunk: int | None) -> tuple[_Sweep, list]:
+def _sweep(frame: ModelView, inputs, metric: Callable, site: str, over, chunk: int | None) -> tuple[_Sweep, list]:
     """A checked sweep, and the arrays that its metric reads."""
     over = (over,) if isinstance(over, str) else tuple(over)
     if "layer" not in over or not set(over) <= set(AXES):

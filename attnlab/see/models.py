@@ -21,14 +21,14 @@ NAMES = (*taps.ATTENTION, *taps.STREAMS, taps.NORM, taps.MISMATCH, taps.MADE)
 
 
 @dataclasses.dataclass(frozen=True)
-class Frame:
+class ModelView:
     """A model's adapter, its options and its sites: the hashable part, static while a program is traced."""
 
     adapter: Any
     sites: Sites
 
     def run(self, inputs: tuple, want: tuple[str, ...] = (), edits: Any = None, rows=None) -> Run:
-        """Run the model on inputs from `framed`; `edits` as for `edited`."""
+        """Run the model on inputs from `adapt`; `edits` as for `edited`."""
         resolved = {} if edits is None else editing.resolve(edits, self.sites.values())
         rows = None if rows is None else self._checked(rows)
         for name in want:
@@ -57,14 +57,14 @@ class Frame:
             raise ValueError(f"want has {name!r}, but the model has no blocks, layers that take and return one stream")
 
 
-class _ByIdentity(Frame):
+class _ByIdentity(ModelView):
     """The frame of a model that cannot be hashed, such as one with arrays as fields."""
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
 
-def framed(model, variables, args: tuple, kwargs: Mapping) -> tuple[Frame, tuple]:
+def adapt(model, variables, args: tuple, kwargs: Mapping) -> tuple[ModelView, tuple]:
     """The frame of a model, and its inputs as a pytree of arrays; `variables` may be None for an nnx module."""
     arrays = {name: value for name, value in kwargs.items() if _is_dynamic(value)}
     options = tuple((name, value) for name, value in sorted(kwargs.items()) if name not in arrays)
@@ -76,7 +76,7 @@ def framed(model, variables, args: tuple, kwargs: Mapping) -> tuple[Frame, tuple
         kinds = ", ".join(dict.fromkeys(kind for _, kind in sites.others))
         why = f"layers of {kinds} have no pattern and no heads" if kinds else "expected layers of attnlab.nn or of Flax"
         raise ValueError(f"{type(model).__name__} has no attention that can be seen: {why}")
-    frame = Frame(adapter, sites)
+    frame = ModelView(adapter, sites)
     try:
         hash(frame)
     except TypeError:

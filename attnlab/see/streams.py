@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from attnlab.nn import taps
 from attnlab.see.edits import Put, site_key
 from attnlab.see.linen import Linen
-from attnlab.see.models import Frame, framed
+from attnlab.see.models import ModelView, adapt
 from attnlab.types import Array
 
 
@@ -72,7 +72,7 @@ def contributions(model, variables, *args, targets: Int[Array, "B T"], **kwargs)
     >>> parts.heads.shape, bool(jnp.allclose(parts.total, parts.logits, atol=1e-5))
     ((2, 2, 1, 3), True)
     """
-    frame, inputs = framed(model, variables, args, kwargs)
+    frame, inputs = adapt(model, variables, args, kwargs)
     if not frame.sites.blocks:
         raise ValueError("contributions need a model with blocks, layers that take and return one residual stream")
     if not isinstance(frame.adapter, Linen):
@@ -89,7 +89,7 @@ def contributions(model, variables, *args, targets: Int[Array, "B T"], **kwargs)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _contributions(frame: Frame, inputs, targets):
+def _contributions(frame: ModelView, inputs, targets):
     """Return (contributions, distance of the blocks from sums, a scalar of the stream's type)."""
     first, last = frame.sites.blocks[0], frame.sites.blocks[-1]
     run = frame.run(inputs, want=("z", taps.MADE, *taps.STREAMS, *((taps.NORM,) if frame.sites.norms else ())))
@@ -124,7 +124,7 @@ def _contributions(frame: Frame, inputs, targets):
     return parts, left, stream[(0,) * stream.ndim]
 
 
-def _left(run, block: str, rest, variables, frame: Frame):
+def _left(run, block: str, rest, variables, frame: ModelView):
     """Distance of a block from x + attention + mlp: the part of its other additions that no layer returned.
 
     Heads add their outputs to the stream unchanged only if the rest is their bias plus at most one layer's output.

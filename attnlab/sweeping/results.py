@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from attnlab import runs
+from attnlab import records
 from attnlab.results import page
 from attnlab.results.charts import Figure
 from attnlab.results.statistics import mean_and_margin
@@ -71,7 +71,7 @@ def _fields(names: Iterable[str]) -> list[Column]:
 
 
 def _scores(workdir: Path) -> dict:
-    columns = runs.metrics(workdir)
+    columns = records.metrics(workdir)
     step, split, loss = (columns[name] for name in ("step", "split", "loss"))
     validation = np.flatnonzero(split == "val")
     best = validation[loss[validation].argmin()]

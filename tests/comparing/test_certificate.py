@@ -43,7 +43,7 @@ def test_features_of_all_kinds_exist():
 
 
 def test_hybrid_has_a_certificate_for_each_kind_of_layer():
-    found = certificate.of_model(model("linear attention"))
+    found = certificate.certify(model("linear attention"))
     assert found["conforms"] and 0 < found["worst"] < 1 and list(found["features"]) == ["linear", "attention"]
 
 
@@ -52,7 +52,7 @@ def test_faulty_operator_does_not_conform(monkeypatch):
         return faults.attention(**call, fault="window one key too wide")
 
     monkeypatch.setattr(attnlab, "attention", faulty)
-    found = certificate.of_model(model(attention={"window": 4}))
+    found = certificate.certify(model(attention={"window": 4}))
     assert found["conforms"] is False and found["worst"] > 1
     assert found["wrong"][0].startswith("attention: window: ")
 
@@ -61,7 +61,7 @@ def test_faulty_operator_does_not_conform(monkeypatch):
 def test_model_without_a_specification_has_no_verdict(kind, tmp_path):
     (tmp_path / "mine.py").write_text(SOURCE)
     custom.import_file(tmp_path / "mine.py")
-    found = certificate.of_model(model(kind))
+    found = certificate.certify(model(kind))
     assert (found["conforms"], found["worst"]) == (None, None)
 
 

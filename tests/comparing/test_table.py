@@ -233,7 +233,7 @@ def test_remark_names_variants_that_differ_in_layers_and_positions(whole, tmp_pa
         "alibi": "model.positions=alibi",
         "near": {"model.attention.window": 9},
     }
-    part = report.Part("", tmp_path, PROTOCOL, of_values({"one": {}} | fields), "none", None)
+    part = report.TaskComparison("", tmp_path, PROTOCOL, of_values({"one": {}} | fields), "none", None)
     remark = "Two things differ from one, layers and positions (rotary), in gated."
     assert [text for text in report.remarks(part, whole.rows) if "differ" in text] == [remark]
 

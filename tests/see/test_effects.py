@@ -10,7 +10,7 @@ import pytest
 from attnlab import see
 from attnlab.nn import GPT, MultiHeadAttention
 from attnlab.see import effects
-from attnlab.see.models import framed
+from attnlab.see.models import adapt
 from tests.parameters import parameters
 from tests.see import models
 from tests.see.models import OTHERS, TOKENS, random, slow
@@ -86,7 +86,7 @@ def test_ablating_a_head_computes_only_layers_from_its_own_on():
     model = GPT.of(vocab_size=32, num_layers=layers, num_heads=heads, width=64, context=32)
     tokens = np.zeros((1, 32), np.int32)
     params = parameters(model, tokens)
-    frame, inputs = framed(model, params, (tokens,), {})
+    frame, inputs = adapt(model, params, (tokens,), {})
     sweep, arrays = effects._sweep(frame, inputs, metric, "z", ("layer", "head"), None)
     all_heads = effects._swept.lower(sweep, arrays, inputs).compile().cost_analysis()["flops"]
     forward = jax.jit(lambda p: metric(model.apply(p, tokens))).lower(params).compile().cost_analysis()["flops"]

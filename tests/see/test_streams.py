@@ -10,7 +10,7 @@ import pytest
 
 from attnlab import see
 from attnlab.nn import MultiHeadAttention
-from attnlab.see.models import framed
+from attnlab.see.models import adapt
 from tests.parameters import parameters
 from tests.see import models
 from tests.see.models import OTHERS, TOKENS, random, slow
@@ -116,6 +116,6 @@ def test_custom_norms_are_not_taken_for_norms_of_flax():
 
     model = OneBlock(norm=RMSNorm)
     params = models.variables(model)
-    assert framed(model, params, (TOKENS,), {})[0].sites.norms == ()
+    assert adapt(model, params, (TOKENS,), {})[0].sites.norms == ()
     with pytest.raises(ValueError, match="no 'norm/norm'"):
         see.edited(model, params, TOKENS, edits={"norm/norm": see.Put(1.0)})

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import attnlab
-from attnlab import plots, runs
+from attnlab import plots, records
 from attnlab.support.errors import UserError
 
 
@@ -55,7 +55,7 @@ def test_metrics_without_a_run_raise_one_line(tmp_path, name, message):
 
 
 def test_csv_has_a_line_for_each_record_and_empty_cells_for_gaps(two):
-    path = runs.write_csv(two / "all.csv", attnlab.metrics(two / "*"))
+    path = records.write_csv(two / "all.csv", attnlab.metrics(two / "*"))
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["loss"] for row in rows] == ["3.0", "2.0", "2.0", "1.5"]
