@@ -234,12 +234,12 @@ def given(argv: list[str], name: str) -> list[str]:
 
 def _occurrences(argv: list[str], name: str) -> list[tuple[int, str]]:
     """Index and value of each word that holds a value of a flag; the value is "" if the flag is the last word."""
-    found = []
+    occurrences = []
     for at, word in enumerate(argv):
         flag, equals, value = word.lstrip("-").partition("=")
         if word.startswith("-") and flag == name:
-            found.append((at, value) if equals else (at + 1, argv[at + 1] if at + 1 < len(argv) else ""))
-    return found
+            occurrences.append((at, value) if equals else (at + 1, argv[at + 1] if at + 1 < len(argv) else ""))
+    return occurrences
 
 
 def _without_config(argv: list[str]) -> list[str]:

@@ -109,11 +109,11 @@ def _main(values, argv: list[str]) -> int:
         return shlex.join(["attnlab", "compare", *words])
 
     try:
-        found = comparison.run(parts, folder, check=check, command=command, **runner)
+        result = comparison.run(parts, folder, check=check, command=command, **runner)
     except KeyboardInterrupt as stopped:
         return 128 + stopped.args[0] if stopped.args else 130
-    print(f"the report is {found.page}")
-    return int(bool(found.failed))
+    print(f"the report is {result.page}")
+    return int(bool(result.failed))
 
 
 def _set_defaults(values, file: str) -> None:

@@ -282,25 +282,25 @@ class RunConfig:
         for name in values:
             if name not in known and (why := unknown(name)):
                 raise UserError(why)
-        own = {_OF_RUN.get(name, name): value for name, value in values.items()}
-        model = {name[6:]: own.pop(name) for name in [*own] if name.startswith("model.")}
+        run_values = {_OF_RUN.get(name, name): value for name, value in values.items()}
+        model = {name[6:]: run_values.pop(name) for name in [*run_values] if name.startswith("model.")}
         if "layers" in model:
             model["layers"] = custom.layers_of(model["layers"])
         try:
             if model:
                 try:
-                    own["model"] = self.model.changed(model)
+                    run_values["model"] = self.model.changed(model)
                 except FieldError as error:
                     raise error.within("model") from None
-            found = changed(self, own)
+            config = changed(self, run_values)
         except FieldError as error:
             raise UserError(f"config.{error}") from None
-        if found.data.name != (name := values.get("data.name", found.data.name)):
-            other = "path" if found.data.path else "mixture"
+        if config.data.name != (name := values.get("data.name", config.data.name)):
+            other = "path" if config.data.path else "mixture"
             raise UserError(
                 f"config.data.name = {name!r} has no effect with config.data.{other}: set that to '' as well"
             )
-        return found
+        return config
 
     @functools.cached_property
     def fields(self) -> dict[str, Any]:
@@ -309,22 +309,22 @@ class RunConfig:
         Options of a kind are named by the kind, "model.attention.window". If layers of one kind have different options,
         these are named by index, "model.layers[0].window".
         """
-        layers, found = self.model.layers, _values(self) | {"model.layers": self.model.kinds}
+        layers, values = self.model.layers, _values(self) | {"model.layers": self.model.kinds}
         for place, layer in enumerate(layers):
             alone = all(_alike(other, layer) for other in layers if other.kind == layer.kind)
             where = f"model.{layer.kind if alone else f'layers[{place}]'}"
             default, others = type(layer)(), [x.name for x in dataclasses.fields(layer) if not is_recorded(x)]
-            own = {name: getattr(layer, name) for name in others}
-            own = {name: x for name, x in own.items() if not records.same(getattr(default, name), x)}
-            found |= {f"{where}.{name}": x for name, x in (own | option_values(layer)).items()}
-        return found
+            extras = {name: getattr(layer, name) for name in others}
+            extras = {name: x for name, x in extras.items() if not records.same(getattr(default, name), x)}
+            values |= {f"{where}.{name}": x for name, x in (extras | option_values(layer)).items()}
+        return values
 
     def profiled(self) -> tuple[int, int] | None:
         """The first and the last step that `log.profile` names, or None; FieldError for steps that the run lacks."""
         if not self.log.profile:
             return None
-        found = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", self.log.profile)
-        first, last = map(int, found.groups()) if found else (0, 0)
+        match = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", self.log.profile)
+        first, last = map(int, match.groups()) if match else (0, 0)
         if not 1 <= first <= last <= self.steps:
             expected = f"expected FIRST:LAST, such as 100:110, of the steps 1 to config.steps = {self.steps}"
             raise FieldError("log.profile", self.log.profile, expected)
@@ -404,11 +404,11 @@ def _check_task(data: Data, context: int) -> None:
 
 def declared() -> dict[str, Option]:
     """The options of a config by dotted name, custom kinds of layers included."""
-    found, layers = dict(options(RunConfig)), "kinds of the layers in one period, as in 'gated_delta*3 attention'"
-    found |= {name: found.pop(field) for name, field in _OF_RUN.items()}
-    found["model.layers"] = Option(f"{layers}; one word for all layers", (str,), "attention", None, None, ())
+    by_name, layers = dict(options(RunConfig)), "kinds of the layers in one period, as in 'gated_delta*3 attention'"
+    by_name |= {name: by_name.pop(field) for name, field in _OF_RUN.items()}
+    by_name["model.layers"] = Option(f"{layers}; one word for all layers", (str,), "attention", None, None, ())
     kinds = {f"model.{kind}.{name}": each for kind, config in KINDS.items() for name, each in options(config).items()}
-    return found | kinds
+    return by_name | kinds
 
 
 def default() -> ConfigDict:
@@ -447,8 +447,8 @@ def words(config: RunConfig, base: RunConfig) -> list[str]:
     before, known = base.fields, declared()
 
     def differs(name, value):
-        of_layer = re.fullmatch(r"model\.layers\[(\d+)\]\.(.*)", name)
-        usual = f"model.{config.model.layers[int(of_layer[1])].kind}.{of_layer[2]}" if of_layer else name
+        match = re.fullmatch(r"model\.layers\[(\d+)\]\.(.*)", name)
+        usual = f"model.{config.model.layers[int(match[1])].kind}.{match[2]}" if match else name
         return not records.same(before[name] if name in before else getattr(known.get(usual), "default", None), value)
 
     return [f"--config.{name}={value}" for name, value in config.fields.items() if differs(name, value)]
@@ -501,6 +501,6 @@ def unknown(field: str) -> str:
     known = declared()
     if field in known or re.match(rf"model\.({'|'.join(KINDS)}|layers\[\d+\])(\.|$)", field):
         return ""
-    own = [name for name in known if "." not in name]
-    close = nearest(field, known) or nearest(field.rpartition(".")[2], own) or ": attnlab train --help lists them"
+    top_level = [name for name in known if "." not in name]
+    close = nearest(field, known) or nearest(field.rpartition(".")[2], top_level) or ": attnlab train --help lists them"
     return f"config.{field} is not a field{close}"

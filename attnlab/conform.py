@@ -95,18 +95,18 @@ def _conform(values, name: str, chosen: list[str]) -> int:
     """Check a function, print its rows, and write them to --out."""
     each = max(1, round(values.cases / len(chosen)))
     how = {"gradients": values.gradients, "cases": each, "recurrence": values.recurrence, "calls": _calls(values)}
-    asked = {"function": name, "adapter": values.adapter, **how}
-    version, rows, meanings = checked(asked, chosen, values.timeout)
+    request = {"function": name, "adapter": values.adapter, **how}
+    version, rows, meanings = checked(request, chosen, values.timeout)
     likes = report.likes(rows)
-    found = {**asked, "version": version, "rows": list(map(dataclasses.asdict, rows)), "meanings": meanings}
-    found["rows"] = [row | {"worst": row["worst"] if math.isfinite(row["worst"]) else None} for row in found["rows"]]
-    print("\n".join([*(f"{choice}: {made}" for choice, made in meanings.items()), report.counts(rows)]))
+    record = {**request, "version": version, "rows": list(map(dataclasses.asdict, rows)), "meanings": meanings}
+    record["rows"] = [row | {"worst": row["worst"] if math.isfinite(row["worst"]) else None} for row in record["rows"]]
+    print("\n".join([*(f"{choice}: {meaning}" for choice, meaning in meanings.items()), report.counts(rows)]))
     for row in rows:
         if row.code and row.feature not in likes:
             print(f"\n{row.code}")
     if values.out is not None:
         figures, shown = (Path(values.out) / file for file in FILES)
-        paths.write_text(figures, json.dumps(found, indent=1) + "\n")
+        paths.write_text(figures, json.dumps(record, indent=1) + "\n")
         page.write(shown, f"{name} {version and f'({version})'}".strip(), {}, [section(rows, meanings)])
         print(f"written: {figures}, {shown}")
     outcomes = {row.outcome for row in rows}
@@ -130,12 +130,12 @@ def _calls(values) -> dict | None:
     return {"dtype": values.dtype, "shapes": shapes} if values.recurrence else None
 
 
-def checked(asked: dict, features: list[str], timeout: float) -> tuple[str, list[Row], dict[str, str]]:
+def checked(request: dict, features: list[str], timeout: float) -> tuple[str, list[Row], dict[str, str]]:
     """(version, rows, meanings) of a check in another process, which is restarted if the function ends it.
 
     If the process is silent for `timeout` seconds, it is killed and the feature is wrong.
     """
-    version, rows, meanings, left, name = None, [], {}, list(features), asked["function"]
+    version, rows, meanings, left, name = None, [], {}, list(features), request["function"]
     width = max(map(len, features))
 
     def add(row: Row) -> None:
@@ -145,10 +145,10 @@ def checked(asked: dict, features: list[str], timeout: float) -> tuple[str, list
         print(row.line(width, report.likes(rows).get(row.feature, "")), flush=True)
 
     while left:
-        command = [sys.executable, "-m", "attnlab.testing.worker", json.dumps(asked | {"features": left})]
+        command = [sys.executable, "-m", "attnlab.testing.worker", json.dumps(request | {"features": left})]
         with (
-            tempfile.TemporaryFile("w+") as said,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=_environment()) as worker,
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment()) as worker,
         ):
             silent = threading.Event()
             for message in _messages(worker, timeout, silent):
@@ -159,8 +159,8 @@ def checked(asked: dict, features: list[str], timeout: float) -> tuple[str, list
                 if "row" in message:
                     add(Row(**message["row"]))
             worker.wait()
-            said.seek(0)
-            last = (said.read().strip().splitlines() or ["it printed nothing"])[-1][:160]
+            errors.seek(0)
+            last = (errors.read().strip().splitlines() or ["it printed nothing"])[-1][:160]
         why = f"it ended its process with exit code {worker.returncode}: {last}"
         if silent.is_set():
             why = f"it did not return within {timeout:g} s (--timeout)"
@@ -227,7 +227,7 @@ def section(rows: list[Row], meanings: Mapping[str, str]) -> page.Section:
         [
             "Compared with the specification by attnlab conform. An error above 1, in units of its bound, is wrong.",
             report.counts(rows),
-            *(f"{choice}: {made}" for choice, made in meanings.items()),
+            *(f"{choice}: {meaning}" for choice, meaning in meanings.items()),
         ],
         table=Table.of(columns(likes), rows).shown(),
         opened={

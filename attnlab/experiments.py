@@ -20,8 +20,8 @@ def files() -> dict[str, Path]:
 
 def names() -> list[str]:
     """The experiments as `--config` takes them; an experiment with variants is listed with each variant."""
-    found = {name: shipped.strings(file, "VARIANTS") for name, file in files().items()}
-    return [f"{name}:{value}" if value else name for name, values in found.items() for value in values or [""]]
+    variants = {name: shipped.strings(file, "VARIANTS") for name, file in files().items()}
+    return [f"{name}:{value}" if value else name for name, values in variants.items() for value in values or [""]]
 
 
 def find(experiment: str) -> str:
@@ -65,6 +65,6 @@ def load(experiment: str) -> RunConfig:
 def dictionary(experiment: str, name: str) -> Mapping:
     """The dictionary `name` in the file of an experiment; {} if it has none."""
     file, *_ = find(experiment).partition(":")
-    if not isinstance(found := getattr(custom.run(Path(file)), name, {}), Mapping):
+    if not isinstance(value := getattr(custom.run(Path(file)), name, {}), Mapping):
         raise UserError(f"{experiment}: {name} is not a dictionary from names to fields and values")
-    return found
+    return value

@@ -58,21 +58,21 @@ def _column(name: str, rows: list[dict]) -> np.ndarray:
 
 def named(workdirs: str | Path | Iterable[str | Path]) -> dict[str, Path]:
     """The folders of runs by their names; arguments and errors as for `metrics`."""
-    given = [workdirs] if isinstance(workdirs, str | os.PathLike) else list(workdirs)
-    folders = dict.fromkeys(folder for one in given for folder in _matches(str(one)))
+    patterns = [workdirs] if isinstance(workdirs, str | os.PathLike) else list(workdirs)
+    folders = dict.fromkeys(folder for pattern in patterns for folder in _matches(str(pattern)))
     names = [folder.resolve().name for folder in folders]
     return {name if names.count(name) == 1 else str(folder): folder for name, folder in zip(names, folders)}
 
 
-def _matches(given: str) -> list[Path]:
-    folder = Path(given).expanduser()
+def _matches(pattern: str) -> list[Path]:
+    folder = Path(pattern).expanduser()
     if _has_records(folder):  # before globbing, because its name may hold brackets
         return [folder]
-    if not glob.has_magic(given):
-        raise UserError(f"{given} holds no metrics.jsonl: name the folder of a run, or a glob such as {given}/*")
-    if found := [Path(path) for path in sorted(glob.glob(str(folder))) if _has_records(Path(path))]:
-        return found
-    raise UserError(f"{given} matches no folder with a metrics.jsonl: name the folder of a run, or another glob")
+    if not glob.has_magic(pattern):
+        raise UserError(f"{pattern} holds no metrics.jsonl: name the folder of a run, or a glob such as {pattern}/*")
+    if folders := [Path(path) for path in sorted(glob.glob(str(folder))) if _has_records(Path(path))]:
+        return folders
+    raise UserError(f"{pattern} matches no folder with a metrics.jsonl: name the folder of a run, or another glob")
 
 
 def _has_records(folder: Path) -> bool:

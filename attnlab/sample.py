@@ -200,12 +200,12 @@ def _read(path: str) -> str:
 
 def _score(run: Run, text: str) -> int:
     """Print how well the model predicts a text."""
-    (found,) = score(run, [text], batch_size=max(8, 8192 // run.model.config.context))
-    if not found.tokens:
+    (result,) = score(run, [text], batch_size=max(8, 8192 // run.model.config.context))
+    if not result.tokens:
         raise UserError("--score: the text is a single token, and the first token is not scored: give a longer text")
     print(
-        f"{found.nats_per_token:.4f} nats per token, {found.bits_per_byte:.4f} bits per byte "
-        f"({found.tokens:,} tokens scored, {len(text.encode()):,} bytes)"
+        f"{result.nats_per_token:.4f} nats per token, {result.bits_per_byte:.4f} bits per byte "
+        f"({result.tokens:,} tokens scored, {len(text.encode()):,} bytes)"
     )
     return 0
 

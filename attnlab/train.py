@@ -182,8 +182,8 @@ def _train(config, workdir, overrides=NOTHING, *, eval_only, own_process=False, 
 
 def _trained(plan: runs.RunPlan, code: int = 0) -> TrainedRun:
     """The run as recorded in its folder; `code` is 0, or 128 + the number of the signal that stopped it."""
-    found = TrainedRun(plan.workdir.path, None, code % 128, plan.overrides)
-    return found if code or jax.process_index() else found._replace(loss=found.records[-1]["loss"])
+    trained = TrainedRun(plan.workdir.path, None, code % 128, plan.overrides)
+    return trained if code or jax.process_index() else trained._replace(loss=trained.records[-1]["loss"])
 
 
 def is_finished(config: ConfigDict | RunConfig, workdir: str | Path) -> bool:

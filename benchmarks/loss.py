@@ -119,21 +119,21 @@ def race(runners: dict[str, Runner], text: corpora.Strings, rounds: int, peer: t
     """Train all contenders to their end, in turn; returns the figures."""
     tokenizer = tokenizers.make("char", text.train + text.validation)
     contenders = {name: runner.options for name, runner in runners.items()}
-    given = {"tokens": tokenizer.encode(text.train), "vocab_size": tokenizer.vocab_size}
+    data = {"tokens": tokenizer.encode(text.train), "vocab_size": tokenizer.vocab_size}
     with (
         tempfile.TemporaryDirectory(prefix="attnlab-loss-") as folder,
-        workers.started(contenders, "loss", workers.SIZES["small"], *peer, **given) as running,
+        workers.started(contenders, "loss", workers.SIZES["small"], *peer, **data) as running,
     ):
         held_out = Path(folder) / "validation.npy"
         np.save(held_out, tokenizer.encode(text.validation))
         seconds = _train(running, runners, rounds)
-        found = {name: worker.ask("evaluate", tokens=str(held_out)) for name, worker in running.items()}
+        results = {name: worker.ask("evaluate", tokens=str(held_out)) for name, worker in running.items()}
     figures = {}
     for name, runner in runners.items():
-        figures[f"loss_{name}"], figures[f"parameters_{name}"] = found[name]["loss"], found[name]["parameters"]
+        figures[f"loss_{name}"], figures[f"parameters_{name}"] = results[name]["loss"], results[name]["parameters"]
         figures[f"seconds_{name}"], figures[f"tokens_{name}"] = seconds[name], runner.steps * runner.tokens
         for peer, (_, suffix, _) in PEERS.items():
-            if peer in runners and name not in PEERS and found[name]["loss"] <= found[peer]["loss"]:
+            if peer in runners and name not in PEERS and results[name]["loss"] <= results[peer]["loss"]:
                 figures[f"ratio_{name}{suffix}"] = seconds[peer] / seconds[name]
     return figures
 

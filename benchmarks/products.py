@@ -53,8 +53,8 @@ def _measure(size: str, precision: str, rounds: int) -> dict:
     sums = dict.fromkeys(running, 0.0)
     for at, (product, count) in enumerate(counts.items()):
         row = {"calls": str(count), "GFLOP": f"{product.flops * count / 1e9:.1f}"}
-        for library, given in answers.items():
-            seconds = statistics.median(answer["seconds"][at] for answer in given)
+        for library, replies in answers.items():
+            seconds = statistics.median(answer["seconds"][at] for answer in replies)
             sums[library] += seconds * count
             row |= {f"{LIBRARIES[library]}, ms": f"{1e3 * seconds * count:.2f}"}
             row |= {"GFLOP/s" + " " * (library == "torch"): f"{product.flops / seconds / 1e9:.0f}"}

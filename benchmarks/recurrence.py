@@ -92,13 +92,13 @@ def main(values) -> int:
 
 def _pays(rows, lengths, which, name) -> str:
     """The shortest length from which on a member takes less time than the softmax, in words."""
-    found = None
+    first = None
     for length in sorted(lengths, reverse=True):
         row = rows[f"T = {length:,}, {which}"]
         if statistics.median(row[name]) >= statistics.median(row["softmax"]):
             break
-        found = length
-    return "at no length faster than the softmax" if found is None else f"faster than the softmax from T = {found:,} on"
+        first = length
+    return "at no length faster than the softmax" if first is None else f"faster than the softmax from T = {first:,} on"
 
 
 def _softmax(shape) -> tuple[Callable, dict]:
@@ -110,21 +110,21 @@ def _recurrence(shape, decay, erasure, impl, chunk) -> tuple[Callable, dict]:
     """(A function of a dictionary of arguments, the arguments): unit keys, decays of e⁻¹ in about eight tokens."""
     normal = jax.random.normal(jax.random.key(0), (4, *shape))
     unit = normal / jnp.linalg.norm(normal, axis=-1, keepdims=True)
-    given = {"q": normal[0], "k": unit[1], "v": normal[2]}
+    arguments = {"q": normal[0], "k": unit[1], "v": normal[2]}
     by_feature = -jax.nn.softplus(normal[3] - 2)
     if decay:
-        given["g"] = by_feature if decay == "feature" else by_feature[..., 0]
+        arguments["g"] = by_feature if decay == "feature" else by_feature[..., 0]
     if erasure == "beta":
-        given["beta"] = jax.nn.sigmoid(normal[3, ..., 1])
+        arguments["beta"] = jax.nn.sigmoid(normal[3, ..., 1])
     if erasure == "erase":
-        given["erase"] = (0.5 * unit[1], unit[3])
+        arguments["erase"] = (0.5 * unit[1], unit[3])
     call = functools.partial(attnlab.linear_recurrence, impl=impl, chunk_size=chunk)
-    return (lambda x: call(**x)), given
+    return (lambda x: call(**x)), arguments
 
 
-def _forward(function, given) -> Callable:
-    return functools.partial(jax.jit(function), given)
+def _forward(function, arguments) -> Callable:
+    return functools.partial(jax.jit(function), arguments)
 
 
-def _backward(function, given) -> Callable:
-    return functools.partial(jax.jit(jax.grad(lambda x: function(x).sum())), given)
+def _backward(function, arguments) -> Callable:
+    return functools.partial(jax.jit(jax.grad(lambda x: function(x).sum())), arguments)

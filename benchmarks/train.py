@@ -56,7 +56,7 @@ def main(values) -> int:
                     answers[name].append(worker.ask("train", steps=steps))
                     if name in ours:
                         floors[name].append(worker.ask("floor")["seconds"])
-        seconds = {name: [answer["seconds"] / steps for answer in given] for name, given in answers.items()}
+        seconds = {name: [answer["seconds"] / steps for answer in replies] for name, replies in answers.items()}
         print(tables.line(f"{size}, a step", seconds), flush=True)
         for name in seconds:
             row = _speed(size, name, seconds[name], figures) | _ratios(size, name, seconds, ours, theirs, figures)

@@ -28,8 +28,8 @@ def main(names: list[str]) -> int:
         command = [sys.executable, "-m", "attnlab", "conform", name, f"--out={CHECKS / name}"]
         code = subprocess.run(command, check=False).returncode
         print(f"{name}: {['right in all that it takes', 'wrong in something', 'not checked'][code]}", flush=True)
-    found = [json.loads(file.read_text()) for name in PEERS if (file := CHECKS / name / "conformance.json").exists()]
-    TABLES.write_text(f"{_section('table', _table(found))}{_section('findings', _findings(found))}", encoding="utf-8")
+    checks = [json.loads(file.read_text()) for name in PEERS if (file := CHECKS / name / "conformance.json").exists()]
+    TABLES.write_text(f"{_section('table', _table(checks))}{_section('findings', _findings(checks))}", encoding="utf-8")
     return 0
 
 
@@ -37,17 +37,17 @@ def _section(name: str, lines: list[str]) -> str:
     return "\n".join([f"--8<-- [start:{name}]", *lines, f"--8<-- [end:{name}]", ""])
 
 
-def _table(found: list[dict]) -> list[str]:
-    outcomes = [{row["feature"]: row["outcome"] for row in check["rows"]} for check in found]
-    names = [_short(check["function"]) for check in found]
-    lines = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(found)}"]
+def _table(checks: list[dict]) -> list[str]:
+    outcomes = [{row["feature"]: row["outcome"] for row in check["rows"]} for check in checks]
+    names = [_short(check["function"]) for check in checks]
+    lines = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(checks)}"]
     lines += [
         f"| {feature} | {' | '.join(_cell(checked.get(feature, '')) for checked in outcomes)} |" for feature in FEATURES
     ]
-    choices = list(dict.fromkeys(choice for check in found for choice in check["meanings"]))
+    choices = list(dict.fromkeys(choice for check in checks for choice in check["meanings"]))
     for choice in choices:
-        lines.append(f"| *{choice}* | {' | '.join(check['meanings'].get(choice, '') for check in found)} |")
-    versions = ", ".join(dict.fromkeys(check["version"] for check in found))
+        lines.append(f"| *{choice}* | {' | '.join(check['meanings'].get(choice, '') for check in checks)} |")
+    versions = ", ".join(dict.fromkeys(check["version"] for check in checks))
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     machine = model[1] if model else platform.machine()
     return [*lines, "", f"{versions}, on two cores of an {machine}, {date.today()}."]
@@ -63,9 +63,9 @@ def _cell(outcome: str) -> str:
     return f"**{outcome}**" if outcome in ("wrong", "ignored") else {"refused": "–"}.get(outcome, outcome)
 
 
-def _findings(found: list[dict]) -> list[str]:
+def _findings(checks: list[dict]) -> list[str]:
     lines = []
-    for check in found:
+    for check in checks:
         for row in check["rows"]:
             if row["code"]:
                 lines += [f"`{check['function']}`, {row['feature']}: {row['why']}.", "", "```text", row["code"].strip()]

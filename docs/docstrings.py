@@ -14,7 +14,7 @@ class Doctests(griffe.Extension):
     def on_instance(self, *, obj, **_):
         """Changes a docstring as soon as it has been read."""
         if obj.docstring:
-            obj.docstring.value = _DOCTEST.sub(lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value)
+            obj.docstring.value = _DOCTEST.sub(lambda match: f"```pycon\n{match[0]}\n```", obj.docstring.value)
 
     def on_class_members(self, *, cls, **_):
         """Adds a line for each option to the attributes of its class, as `attnlab.support.options.documented` does."""

@@ -237,11 +237,11 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    facts = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
-    facts = {name: value.strip() for name, value in facts.items()}
-    name = facts["model name"].replace("(R)", "").removesuffix(" Processor")
-    if "cpu family" in facts:
-        name += f" (family {facts['cpu family']}, model {facts['model']})"
+    cpuinfo = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
+    cpuinfo = {name: value.strip() for name, value in cpuinfo.items()}
+    name = cpuinfo["model name"].replace("(R)", "").removesuffix(" Processor")
+    if "cpu family" in cpuinfo:
+        name += f" (family {cpuinfo['cpu family']}, model {cpuinfo['model']})"
     return f"{os.cpu_count()} cores of {name}, JAX {jax.__version__}"
 
 

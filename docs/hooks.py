@@ -56,17 +56,17 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     """Replaces lines that name studies, tables, options or other files with their content."""
-    markdown = _STUDIES.sub(lambda found: _studies(found[1].split()), markdown)
+    markdown = _STUDIES.sub(lambda match: _studies(match[1].split()), markdown)
     folder = Path(page.file.abs_src_path or ROOT / "docs" / "index.md").parent
-    markdown = _INCLUDED.sub(lambda found: _file(folder / found[1], found[2]), markdown)
-    markdown = _OPTIONS.sub(lambda found: _options(), markdown)
-    markdown = _COLUMNS.sub(lambda found: _columns(), markdown)
-    return _STUDY.sub(lambda found: _study(found[1]), markdown)
+    markdown = _INCLUDED.sub(lambda match: _file(folder / match[1], match[2]), markdown)
+    markdown = _OPTIONS.sub(lambda _: _options(), markdown)
+    markdown = _COLUMNS.sub(lambda _: _columns(), markdown)
+    return _STUDY.sub(lambda match: _study(match[1]), markdown)
 
 
 def on_page_content(content, page, config, files):
     """Formulas as MathML, which browsers draw without a script."""
-    return _FORMULA.sub(lambda found: _mathml(found[2].strip()), content)
+    return _FORMULA.sub(lambda match: _mathml(match[2].strip()), content)
 
 
 def on_post_build(config):
@@ -79,8 +79,8 @@ def on_post_build(config):
             raise PluginError(f"{page.relative_to(site)} loads {checked.external[0]}: ship it with the site")
         ids |= checked.ids
     for style in site.rglob("*.css"):
-        if found := re.search(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//[^'\")]+", style.read_text(encoding="utf-8")):
-            raise PluginError(f"{style.relative_to(site)} loads {found[0]}: ship it with the site")
+        if match := re.search(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//[^'\")]+", style.read_text(encoding="utf-8")):
+            raise PluginError(f"{style.relative_to(site)} loads {match[0]}: ship it with the site")
     if missing := sorted(set(_public_names()) - ids):
         raise PluginError(f"public names without an entry in docs/reference: {', '.join(missing)}")
 
@@ -135,8 +135,8 @@ def _file(path: Path, section: str) -> str:
 
 def _columns() -> str:
     """The table of columns of a comparison, for texts and for tasks."""
-    found = {column.key: column for measure in MEASURES for column in columns(measure, 5, 2)}
-    lines = [f"| `{each.key}` | {each.title} | {_cell(each.help)} |" for each in found.values()]
+    by_key = {column.key: column for measure in MEASURES for column in columns(measure, 5, 2)}
+    lines = [f"| `{each.key}` | {each.title} | {_cell(each.help)} |" for each in by_key.values()]
     return "\n".join(["| key | column | what it is |", "|---|---|---|", *lines])
 
 

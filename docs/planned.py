@@ -104,8 +104,8 @@ def cases() -> list[Case]:
 
 def microbatch(config: str) -> int:
     """Sequences that a config's devices share at a time."""
-    made = experiments.load(config)
-    return made.batch_size // made.optimizer.accumulation
+    run_config = experiments.load(config)
+    return run_config.batch_size // run_config.optimizer.accumulation
 
 
 def compile_for(case: Case, file: Path) -> None:
@@ -124,10 +124,10 @@ def compile_for(case: Case, file: Path) -> None:
 
 def digest() -> str:
     """A hash of everything that a plan depends on."""
-    found = hashlib.sha256(versions().encode())
+    sha256 = hashlib.sha256(versions().encode())
     for file in sorted([*(ROOT / "attnlab").rglob("*.py"), *(ROOT / "configs").glob("*.py")]):
-        found.update(file.read_bytes())
-    return found.hexdigest()[:16]
+        sha256.update(file.read_bytes())
+    return sha256.hexdigest()[:16]
 
 
 def versions() -> str:

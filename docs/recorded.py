@@ -25,11 +25,11 @@ def records(folder: Path) -> dict[str, dict]:
     return {file.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))}
 
 
-def page(text: str, found: dict[str, dict]) -> str:
+def page(text: str, by_name: dict[str, dict]) -> str:
     """A page with the tables of some records between its markers."""
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
-    tables = "\n".join(section(name, record) for name, record in found.items()) or "Nothing is recorded yet.\n"
+    tables = "\n".join(section(name, record) for name, record in by_name.items()) or "Nothing is recorded yet.\n"
     return f"{before}{START}\n{tables}\n{END}{after}"
 
 
@@ -63,7 +63,7 @@ def gpu(cases: dict[str, dict]) -> list[str]:
     for key, verdict in case["figures"].items():
         if key.startswith("check_") and not verdict.startswith("not available"):
             verdicts[key.split("_")[1]].append(verdict == "ok")
-    counts = ", ".join(f"`{name}` {sum(found)} of {len(found)}" for name, found in verdicts.items())
+    counts = ", ".join(f"`{name}` {sum(passed)} of {len(passed)}" for name, passed in verdicts.items())
     return [f"Checks against the specification that passed, {case['date']}, JAX {case['versions']['jax']}: {counts}."]
 
 

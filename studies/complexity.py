@@ -289,10 +289,10 @@ def judge(rows: list[dict]) -> Verdict:
         right = all(abs(power / e - 1) <= 0.05 for power, e in zip(fitted[layer], expected))
         parts.append((right, f"{layer}: printed {PRINTED[layer]}, measured {shown} FLOPs"))
     for layer in EXPONENTS:
-        there = [row for row in rows if row["layer"] == layer and row.get("flops")]
-        steps = all(row["sequential steps"] in (None, row["n"] if SEQUENTIAL[layer] == "n" else 1) for row in there)
-        printed = [_path(layer, row["n"], row["k or r"]) for row in there]
-        path = all(abs(row["path"] - p) <= 1 + 0.05 * p for row, p in zip(there, printed))
+        chosen = [row for row in rows if row["layer"] == layer and row.get("flops")]
+        steps = all(row["sequential steps"] in (None, row["n"] if SEQUENTIAL[layer] == "n" else 1) for row in chosen)
+        printed = [_path(layer, row["n"], row["k or r"]) for row in chosen]
+        path = all(abs(row["path"] - p) <= 1 + 0.05 * p for row, p in zip(chosen, printed))
         text = f"{layer}: {SEQUENTIAL[layer]} sequential steps, path length {PATH[layer]} (within 5 % and one layer)"
         parts.append((steps and path, text))
     power = fitted["self-attention with projections"][0]

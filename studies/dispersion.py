@@ -96,8 +96,8 @@ class Finder(nn.Module):
         query = self.param("query", nn.initializers.normal(1.0), (WIDTH,))
         query = jnp.ones((len(values), 1, 1)) * jnp.reshape(sharpness, (-1, 1, 1)) * query
         attention = MultiHeadAttention(num_heads=1, qkv_bias=False, mask=Padding(lengths), impl="dense")
-        found = attention(query, items)[:, 0]
-        return nn.Dense(CLASSES, name="classes")(found + Mlp(hidden=WIDTH, name="decoder")(found))
+        pooled = attention(query, items)[:, 0]
+        return nn.Dense(CLASSES, name="classes")(pooled + Mlp(hidden=WIDTH, name="decoder")(pooled))
 
 
 MODEL = Finder()
@@ -167,9 +167,9 @@ def measure(options: Options) -> list[dict]:
         test = jax.jit(functools.partial(evaluate, length=length, sets=size.sets))
         for seed in seeds:
             measured = map(np.asarray, test(jax.tree.map(lambda x, seed=seed: x[seed], params), TEST, seed))
-            for kind, weight, found, right in zip(KINDS, *measured):
+            for kind, weight, on_largest, right in zip(KINDS, *measured):
                 row = {"seed": seed, "kind": kind, "items": length, "largest weight": float(weight)}
-                row |= {"on the largest": float(found), "accuracy": float(right), "spread": float(spread[seed])}
+                row |= {"on the largest": float(on_largest), "accuracy": float(right), "spread": float(spread[seed])}
                 rows.append(row | {"limit": float(limit[seed]) / length})
     return rows
 
@@ -193,7 +193,7 @@ def judge(rows: list[dict]) -> Verdict:
     ratio = Interval.of([r["largest weight"] / r["limit"] for r in plain if r["items"] == many])
     weight = {n: _at(rows, PLAIN, n, "largest weight") for n in (few, many)}
     right = {kind: {n: _at(rows, kind, n, "accuracy") for n in (few, many)} for kind in KINDS}
-    found = Interval.of(_at(rows, PLAIN, many, "on the largest"))
+    on_largest = Interval.of(_at(rows, PLAIN, many, "on the largest"))
     remedies = []
     for kind, name in ((ADAPTIVE, "adaptive temperature"), (LOGARITHMIC, f"logits times log n / log {ITEMS}")):
         better = all(a > b for a, b in zip(right[kind][many], right[PLAIN][many]))
@@ -210,7 +210,7 @@ def judge(rows: list[dict]) -> Verdict:
         (
             max(weight[many]) < 0.5 and max(right[PLAIN][many]) < min(right[PLAIN][few]),
             f"{many:,} items: largest weight {Interval.of(weight[many]):.3f}, accuracy "
-            f"{Interval.of(right[PLAIN][many]):.2f}, though it is on the right item in {found:.2f}",
+            f"{Interval.of(right[PLAIN][many]):.2f}, though it is on the right item in {on_largest:.2f}",
         ),
         (
             exceeded == 0,

@@ -159,9 +159,9 @@ def _ablations(model, params, untrained, text):
     pattern = jax.jit(lambda params: see.capture(model, params, tokens).stack("pattern"))
     scored = see.scores(pattern(params), tokens, ("induction",), untrained=pattern(untrained))
     # Some heads are only a hundredth above the untrained model: count those with most of their weight on targets.
-    found = [at for at in scored.heads("induction") if scored.values["induction"][at] > 0.5]
+    induction_heads = [at for at in scored.heads("induction") if scored.values["induction"][at] > 0.5]
     heads = list(itertools.product(range(model.config.num_layers), range(model.config.num_heads)))
-    others = list(itertools.combinations([at for at in heads if at not in found], len(found)))
+    others = list(itertools.combinations([at for at in heads if at not in induction_heads], len(induction_heads)))
 
     z = jax.jit(lambda params: see.capture(model, params, tokens, want=("z",)).stack("z"))(params)
 
@@ -178,11 +178,11 @@ def _ablations(model, params, untrained, text):
     def mask(choice):
         return np.array([at in choice for at in heads]).reshape(model.config.num_layers, model.config.num_heads)
 
-    measured = without(np.stack([mask(choice) for choice in (found, *others)]))
+    measured = without(np.stack([mask(choice) for choice in (induction_heads, *others)]))
     rows = []
     for what, part in ((WITHOUT, slice(0, 1)), (CONTROL, slice(1, None))):
         values = {name: float(np.mean(value[part])) for name, value in measured.items()}
-        rows.append({"what": what, "heads": len(found)} | values)
+        rows.append({"what": what, "heads": len(induction_heads)} | values)
     return rows
 
 
@@ -205,7 +205,7 @@ class Rise(NamedTuple):
 
 def rises(rows: list[dict]) -> list[Rise]:
     """The rise of each seed's model of two layers."""
-    found = []
+    result = []
     for seed in sorted({r["seed"] for r in rows}):
         chosen = [r for r in rows if (r["seed"], r["model"], r["what"]) == (seed, TWO, INTACT)]
         chosen.sort(key=lambda r: r["step"])
@@ -218,8 +218,8 @@ def rises(rows: list[dict]) -> list[Rise]:
 
         began, ended = (first("accuracy repeated", share) for share in (0.25, 0.75))
         halves = (first(name, 0.5) for name in ("loss repeated", "induction score"))
-        found.append(Rise(began, ended, *halves, int(max(np.diff(steps)))))
-    return found
+        result.append(Rise(began, ended, *halves, int(max(np.diff(steps)))))
+    return result
 
 
 def judge(rows: list[dict]) -> Verdict:

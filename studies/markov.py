@@ -146,15 +146,15 @@ def _measure(condition: str, size: Size, advance: Advance):
     draw = functools.partial(chains, length=LENGTH, states=STATES, doubly_stochastic=condition == DOUBLY)
     tokens = draw(TEST, batch_size=HELD_OUT).tokens
     oracles = predictions(tokens)
-    of_oracles = {
+    between_oracles = {
         f"{name} from bigram": float(divergence(oracles["bigram"], jnp.log(oracles[name]))) for name in PREDICTORS[:2]
     }
 
     @jax.jit
     @jax.vmap
     def look(params):
-        said = jax.nn.log_softmax(model.apply(params, tokens))
-        return {name: divergence(oracle, said) for name, oracle in oracles.items()}
+        log_p = jax.nn.log_softmax(model.apply(params, tokens))
+        return {name: divergence(oracle, log_p) for name, oracle in oracles.items()}
 
     fitted = fit_seeds(
         **next_token(model),
@@ -168,7 +168,7 @@ def _measure(condition: str, size: Size, advance: Advance):
         measured = jax.device_get(look(params))
         for seed in range(size.seeds):
             values = {name: float(measured[name][seed]) for name in PREDICTORS}
-            yield {"condition": condition, "seed": seed, "step": step} | values | of_oracles
+            yield {"condition": condition, "seed": seed, "step": step} | values | between_oracles
 
 
 def curves(rows: list[dict], condition: str, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -204,7 +204,7 @@ def judge(rows: list[dict]) -> Verdict:
     phases = sum(list(dict.fromkeys(each)) == [0, 1, 2] and set(each[-(len(each) // 4) :]) == {2} for each in nearest)
     turns = sum(any(b < a for a, b in itertools.pairwise(each)) for each in nearest)
     _, distance = curves(rows, TWO, "bigram")
-    _, of_unigrams = curves(rows, TWO, "unigram from bigram")
+    _, unigram_distance = curves(rows, TWO, "unigram from bigram")
     _, from_unigrams = curves(rows, TWO, "unigram")
     final, worst, plateau = Interval.of(distance[:, -1]), distance[:, -1].max(), from_unigrams.min(1)
     _, one = curves(rows, ONE, "bigram")
@@ -217,13 +217,13 @@ def judge(rows: list[dict]) -> Verdict:
             f"bigrams; in {turns} it turns back for a while where the curves cross",
         ),
         (
-            bool((plateau < of_unigrams[:, 0] / 2).all()),
+            bool((plateau < unigram_distance[:, 0] / 2).all()),
             f"on the plateau the model is {Interval.of(plateau):.3f} nats from unigrams, which are "
-            f"{of_unigrams[0, 0]:.3f} from bigrams",
+            f"{unigram_distance[0, 0]:.3f} from bigrams",
         ),
         (final.mean <= 0.02, f"in the end it is {final:.3f} nats from bigrams (worst seed {worst:.3f})"),
         (
-            bool((one[:, -1] > of_unigrams[0, 0] / 2).all()),
+            bool((one[:, -1] > unigram_distance[0, 0] / 2).all()),
             f"one layer stays {Interval.of(one[:, -1]):.3f} nats from bigrams",
         ),
         (

@@ -67,8 +67,8 @@ def measure(options: Options) -> list[dict]:
                 key = jax.random.fold_in(jax.random.key(seed), 10**6 + factor)
                 x = examples(key, 256, float(factor), float(factor))
                 w = weights(kind, params, x)
-                found = (w.argmax(-1) == partners()).mean()
-                measured = {"hijacked": float(w[..., -1].mean()), "found": float(found)}
+                hit_rate = (w.argmax(-1) == partners()).mean()
+                measured = {"hijacked": float(w[..., -1].mean()), "found": float(hit_rate)}
                 rows.append({"seed": seed, "kind": kind, "factor": factor} | measured)
     return rows
 

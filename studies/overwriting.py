@@ -116,10 +116,10 @@ def judge(rows: list[dict]) -> Verdict:
 
 def draw(rows: list[dict]) -> Figure:
     """The share of values recalled against the number of pairs written again; bands: deviations over seeds."""
-    of = {mixer: table([r for r in rows if r["mixer"] == mixer], "rewrites", "recalled") for mixer in MIXERS}
+    curves = {mixer: table([r for r in rows if r["mixer"] == mixer], "rewrites", "recalled") for mixer in MIXERS}
     panel = {
-        "series": {mixer: (list(found), [np.mean(v) for v in found.values()]) for mixer, found in of.items()},
-        "spread": {mixer: [np.std(v) for v in found.values()] for mixer, found in of.items()},
+        "series": {mixer: (list(curve), [np.mean(v) for v in curve.values()]) for mixer, curve in curves.items()},
+        "spread": {mixer: [np.std(v) for v in curve.values()] for mixer, curve in curves.items()},
         "x": f"pairs written again, of {PAIRS} keys",
         "y": "last values recalled (share)",
     }

@@ -183,11 +183,13 @@ def judge(rows: list[dict]) -> Verdict:
 
 def _losses(rows):
     """{(mask, positions): {length: mean loss}}"""
-    found = {}
+    groups = {}
     for row in rows:
         if row["what"] == "extrapolation":
-            found.setdefault((row["mask"], row["positions"]), []).append(row)
-    return {which: {n: np.mean(v) for n, v in table(group, "length", "loss").items()} for which, group in found.items()}
+            groups.setdefault((row["mask"], row["positions"]), []).append(row)
+    return {
+        which: {n: np.mean(v) for n, v in table(group, "length", "loss").items()} for which, group in groups.items()
+    }
 
 
 def draw(rows: list[dict]) -> Figure:

@@ -71,8 +71,8 @@ def measure(options: Options) -> list[dict]:
         for order, losses in _prune(model, params, chosen_on, measured_on, seed).items():
             kept = range(COUNT, -1, -1)
             rows += [{"seed": seed, "order": order, "kept": k, "loss": float(x)} for k, x in zip(kept, losses)]
-        (of_fewer,) = _losses(model, other, measured_on, half.reshape(1, COUNT), nothing(model))
-        rows.append({"seed": seed, "order": FEWER, "kept": HALF, "loss": float(of_fewer)})
+        (fewer_loss,) = _losses(model, other, measured_on, half.reshape(1, COUNT), nothing(model))
+        rows.append({"seed": seed, "order": FEWER, "kept": HALF, "loss": float(fewer_loss)})
         advance(UPDATES)
     return rows
 
@@ -154,8 +154,8 @@ def removable(rows: list[dict], order: str) -> list[float]:
     """By seed, how many heads can go until the loss has risen by a tenth of what all heads are worth."""
     counts = []
     for seed in sorted({row["seed"] for row in rows}):
-        there = {row["kept"]: row["loss"] for row in rows if (row["seed"], row["order"]) == (seed, order)}
-        losses = np.array([there[kept] for kept in sorted(there, reverse=True)])
+        by_kept = {row["kept"]: row["loss"] for row in rows if (row["seed"], row["order"]) == (seed, order)}
+        losses = np.array([by_kept[kept] for kept in sorted(by_kept, reverse=True)])
         too_much = losses - losses[0] > TENTH * (losses[-1] - losses[0])
         counts.append(float(np.argmax(too_much)) - 1)  # with no heads left it always is
     return counts

@@ -146,11 +146,11 @@ def _right(model, params, test):
 def needed(rows: list[dict], mixer: str) -> dict[int, int | float]:
     """The smallest measured width with `ENOUGH` recall on average, by number of pairs; infinity if there is none."""
     chosen = [r for r in rows if r["mixer"] == mixer]
-    found = {}
+    widths = {}
     for pairs in sorted({r["pairs"] for r in chosen}):
         shares = table([r for r in chosen if r["pairs"] == pairs], "width", "recalled")
-        found[pairs] = next((width for width, values in shares.items() if np.mean(values) >= ENOUGH), math.inf)
-    return found
+        widths[pairs] = next((width for width, values in shares.items() if np.mean(values) >= ENOUGH), math.inf)
+    return widths
 
 
 def judge(rows: list[dict]) -> Verdict:
@@ -199,13 +199,13 @@ def _others(rows) -> list[str]:
 def _in_words(rows, widths, mixer):
     """The widths that a mixer needs: "at width 16 (4 pairs), 64 (8 pairs)"."""
     largest = max(r["width"] for r in rows if r["mixer"] == mixer)
-    found = widths[mixer]
-    if set(found.values()) == {math.inf}:
+    by_pairs = widths[mixer]
+    if set(by_pairs.values()) == {math.inf}:
         widest = [r for r in rows if (r["mixer"], r["width"]) == (mixer, largest)]
         best = np.mean(table(widest, "pairs", "recalled")[min(PAIRS)])
         return f"at no width up to {largest} (there {best:.2f} of {min(PAIRS)} pairs)"
-    said = (f"{width if math.isfinite(width) else f'over {largest}'} ({n} pairs)" for n, width in found.items())
-    return f"at width {', '.join(said)}"
+    words = (f"{width if math.isfinite(width) else f'over {largest}'} ({n} pairs)" for n, width in by_pairs.items())
+    return f"at width {', '.join(words)}"
 
 
 def draw(rows: list[dict]) -> Figure:
@@ -217,11 +217,11 @@ def draw(rows: list[dict]) -> Figure:
     panels = {}
     for pairs in PAIRS:
         chosen = [r for r in rows if r["pairs"] == pairs]
-        of = {mixer: [r for r in chosen if r["mixer"] == mixer] for mixer in _measured(rows)}
-        grouped = {mixer: table(own, "width", "recalled") for mixer, own in of.items()}
+        by_mixer = {mixer: [r for r in chosen if r["mixer"] == mixer] for mixer in _measured(rows)}
+        grouped = {mixer: table(mixer_rows, "width", "recalled") for mixer, mixer_rows in by_mixer.items()}
         panels[f"{pairs} pairs"] = {
-            "series": {name: (list(found), [np.mean(v) for v in found.values()]) for name, found in grouped.items()},
-            "spread": {name: [np.std(v) for v in found.values()] for name, found in grouped.items()},
+            "series": {name: (list(curve), [np.mean(v) for v in curve.values()]) for name, curve in grouped.items()},
+            "spread": {name: [np.std(v) for v in curve.values()] for name, curve in grouped.items()},
             "x": "width of the model (features)",
             "y": "values recalled (share)",
             "log": "x",

@@ -87,7 +87,7 @@ def controls(text: str, pairs: list[Pair], taken: set[int], draw) -> list[Pair]:
     is_bound[:-1] |= kinds == 2  # each punctuation mark is a unit
     bounds = np.flatnonzero(is_bound)
     used = set(taken)
-    found = []
+    chosen = []
     for pair in pairs:
         spans = np.array(pair) - pair.key
         at = bounds[(bounds >= CONTEXT) & (bounds + spans[3] < len(text))]
@@ -96,21 +96,21 @@ def controls(text: str, pairs: list[Pair], taken: set[int], draw) -> list[Pair]:
             same &= kinds[at + edge] == kinds[pair.key + edge]
         at = at[same & ~np.isin(at + spans[2], list(used))]
         if len(at):
-            found.append(Pair(*(int(place) for place in draw.choice(at) + spans)))
-            used.add(found[-1].query)
-    return found
+            chosen.append(Pair(*(int(place) for place in draw.choice(at) + spans)))
+            used.add(chosen[-1].query)
+    return chosen
 
 
 def measure(options: Options) -> list[dict]:
     """One row per seed, role, layer and head."""
     size = FAST if options.fast else FULL
     source = fitting.read(options.path, least=CONTEXT + 1)
-    found = places(source, size.pairs)
+    pairs = places(source, size.pairs)
     advance = options.progress(size.seeds * size.steps)
     model, untrained, trained = train(source, size, advance)
-    masses = {role: [_masses(model, trained, source.validation, some) for some in both] for role, both in found.items()}
+    masses = {role: [_masses(model, trained, source.validation, some) for some in both] for role, both in pairs.items()}
     losses, scores = _look(model, untrained, trained, source.validation, size.windows)
-    tried = len(found) * LAYERS * HEADS
+    tried = len(pairs) * LAYERS * HEADS
     rows = []
     for seed in range(size.seeds):
         for role, (right, other) in masses.items():
@@ -130,18 +130,18 @@ def measure(options: Options) -> list[dict]:
 def places(source: fitting.StudyText, most: int) -> dict[str, tuple[list[Pair], list[Pair]]]:
     """By role, pairs in the validation text and their controls; UserError if every role has too few."""
     text, draw = source.tokenizer.decode(source.validation), np.random.default_rng(0)
-    found = {}
+    by_role = {}
     for role, pattern in PATTERNS[source.language].items():
         all_pairs = find(text, pattern)
         pairs = [all_pairs[i] for i in draw.permutation(len(all_pairs))[:most]]
         others = controls(text, pairs, {pair.query for pair in all_pairs}, draw)
         if min(len(pairs), len(others)) >= LEAST:
-            found[role] = pairs, others
-    if not found:
+            by_role[role] = pairs, others
+    if not by_role:
         raise UserError(
             f"the validation text has fewer than {LEAST} pairs of every role: give a longer one with --path"
         )
-    return found
+    return by_role
 
 
 def train(source: fitting.StudyText, size: Size, advance: Advance):
@@ -207,8 +207,8 @@ def _kind(scores: see.Scores, layer: int, head: int) -> str:
 def best(rows: list[dict], role: str) -> list[dict]:
     """For each seed, the row of the head that has this role most, among those with a p-value below 1 % if any."""
     seeds = sorted({row["seed"] for row in rows})
-    there = ([row for row in rows if (row["role"], row["seed"]) == (role, seed)] for seed in seeds)
-    return [max(each, key=_rank) for each in there if each]
+    groups = ([row for row in rows if (row["role"], row["seed"]) == (role, seed)] for seed in seeds)
+    return [max(each, key=_rank) for each in groups if each]
 
 
 def _rank(row: dict) -> tuple[bool, float]:
@@ -223,14 +223,14 @@ def judge(rows: list[dict]) -> Verdict:
         if not by_seed:
             parts.append((False, f"{role}: not measured, the validation text has fewer than {LEAST} pairs"))
             continue
-        found, worst = sum(row["p"] < 0.01 and row["lift"] >= 2 for row in by_seed), min(by_seed, key=_rank)
+        passing, worst = sum(row["p"] < 0.01 and row["lift"] >= 2 for row in by_seed), min(by_seed, key=_rank)
         text = (
-            f"{role}: found in {found} of {len(by_seed)} seeds; the best heads give it "
+            f"{role}: found in {passing} of {len(by_seed)} seeds; the best heads give it "
             f"{Interval.of([row['lift'] for row in by_seed]):.1f} times the control's weight, in the worst seed "
             f"{worst['lift']:.1f} times ({worst['weight']:.3f}, {worst['control']:.3f}; p = {worst['p']:.1g}, "
             f"{worst['pairs']} pairs)"
         )
-        parts.append((found == len(by_seed), text))
+        parts.append((passing == len(by_seed), text))
         kinds = [row["kind"] for row in by_seed if row["kind"]]
         named = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "none"
         previous = Interval.of([row["previous"] for row in by_seed])

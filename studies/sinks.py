@@ -171,8 +171,8 @@ def _look(model, params, seed) -> dict:
     inputs, place = tokens[:, :-1], jnp.arange(LENGTH)
     at_triggers = (inputs >= 1) & (inputs <= TRIGGERS)
     elsewhere = ~at_triggers & (place > 0)  # the first query has only one key
-    kept = lambda module, _: module.name == "value"  # noqa: E731
-    _, sown = model.apply(params, inputs, capture_intermediates=kept, mutable=["intermediates"])
+    is_value = lambda module, _: module.name == "value"  # noqa: E731
+    _, sown = model.apply(params, inputs, capture_intermediates=is_value, mutable=["intermediates"])
     sown = sown["intermediates"]["attention"]
     (weights,), (values,) = sown["attention_weights"], sown["value"]["__call__"]
     weights, lengths = weights[:, 0], jnp.linalg.norm(values.reshape(HELD_OUT, LENGTH, -1), axis=-1)
@@ -279,8 +279,12 @@ def draw(rows: list[dict]) -> Figure:
             spread[label] = [np.std(each) for each in measured]
         return {"series": series, "spread": spread, "x": "step (updates)", "y": y}
 
-    own = {"away from triggers": "first, elsewhere", "at triggers": "first, triggers", "uniform": "uniform, elsewhere"}
-    weight = panel({label: (SOFTMAX, name) for label, name in own.items()}, "weight on the first token")
+    curves = {
+        "away from triggers": "first, elsewhere",
+        "at triggers": "first, triggers",
+        "uniform": "uniform, elsewhere",
+    }
+    weight = panel({label: (SOFTMAX, name) for label, name in curves.items()}, "weight on the first token")
     others = panel(
         {condition: (condition, "first, elsewhere") for condition in CONDITIONS}, "weight away from triggers"
     )

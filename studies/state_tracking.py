@@ -131,15 +131,15 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """The share of right answers in the second half of a sequence against its length; bands: deviations over seeds.
 
-    Chance is 0.5. The height at the trained length shows what is learnt, at longer ones what is learnt as a rule.
+    Chance is 0.5. The share at the trained length shows what is learnt, at longer lengths what generalizes.
     """
-    of = {mixer: table([r for r in rows if r["mixer"] == mixer], "times", "right") for mixer in MIXERS}
+    curves = {mixer: table([r for r in rows if r["mixer"] == mixer], "times", "right") for mixer in MIXERS}
     panel = {
         "series": {
-            mixer: ([LONGEST * times for times in found], [np.mean(v) for v in found.values()])
-            for mixer, found in of.items()
+            mixer: ([LONGEST * times for times in curve], [np.mean(v) for v in curve.values()])
+            for mixer, curve in curves.items()
         },
-        "spread": {mixer: [np.std(v) for v in found.values()] for mixer, found in of.items()},
+        "spread": {mixer: [np.std(v) for v in curve.values()] for mixer, curve in curves.items()},
         "x": "bits of a sequence",
         "y": "right answers (share)",
         "log": "x",

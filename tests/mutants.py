@@ -211,9 +211,9 @@ def _mirroring(mutant, seconds):
     """The fast tests of a mutant's file, or of its nearest folder: for mutants that are evaluated only on import."""
     path = Path(mutant.path.replace("attnlab/", "tests/", 1))
     path = path.with_name(f"test_{path.name}")
-    while not (found := [test for test in seconds if test.startswith(path.as_posix())]):
+    while not (tests := [test for test in seconds if test.startswith(path.as_posix())]):
         path = path.parent
-    return found
+    return tests
 
 
 def _copy(to):

@@ -61,9 +61,9 @@ class Programs:
         if sum(entry.stat().st_size for entry in os.scandir(self.shared)) > LIMIT:
             shutil.rmtree(self.shared, ignore_errors=True)
             self.shared.mkdir(exist_ok=True)
-        for own in folder.glob("process-*"):  # left by killed processes
-            if own.stat().st_mtime < time.time() - DAY:
-                shutil.rmtree(own, ignore_errors=True)
+        for stale in folder.glob("process-*"):  # left by killed processes
+            if stale.stat().st_mtime < time.time() - DAY:
+                shutil.rmtree(stale, ignore_errors=True)
         self.own = Path(tempfile.mkdtemp(prefix="process-", dir=folder))
         atexit.register(shutil.rmtree, self.own, ignore_errors=True)
 

@@ -50,8 +50,8 @@ def tests_of(file: Path) -> set[Path]:
 
 def main(options: list[str]) -> int:
     """Run the tests; returns pytest's exit code."""
-    found = set().union(*(tests_of(file) for file in changed()), {Path("tests", name) for name in SMOKE})
-    paths = sorted(str(path) for path in found if (ROOT / path).exists() and not found & {*path.parents})
+    selected = set().union(*(tests_of(file) for file in changed()), {Path("tests", name) for name in SMOKE})
+    paths = sorted(str(path) for path in selected if (ROOT / path).exists() and not selected & {*path.parents})
     print(f"the tests in {', '.join(paths)}", flush=True)
     return pytest.main([*options, *(str(ROOT / path) for path in paths)])
 

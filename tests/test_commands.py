@@ -154,7 +154,7 @@ OF_TRAINING += [{"versions": {"model": {"trace": ""}}}, {"format": 0}]
 
 @pytest.mark.parametrize("damage", [*DAMAGED, *OF_TRAINING], ids=lambda damage: str(damage)[:40])
 def test_damaged_config_json_prints_one_line(mistake, copy, damage):
-    of_training = damage in OF_TRAINING
+    training_only = damage in OF_TRAINING
     message = "config.json has format 0, and this" if damage == {"format": 0} else "config.json is damaged"
     if isinstance(damage, dict):
         ((field, value),) = damage.items()
@@ -164,7 +164,7 @@ def test_damaged_config_json_prints_one_line(mistake, copy, damage):
         damage = json.dumps(saved)
     (copy / "config.json").write_text(damage)
     assert message in mistake(train.main, *SMALL, f"--workdir={copy}")
-    if not of_training:
+    if not training_only:
         assert "config.json is damaged" in mistake(sample.main, f"--workdir={copy}")
 
 

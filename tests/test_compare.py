@@ -71,7 +71,7 @@ def finished(tmp_path_factory):
         patch.setattr(race, "ROUNDS", 2)
         patch.setattr(race, "BURST", 0.01)
         # Certificates have their own tests and compile a lot.
-        patch.setattr(certificate, "of_model", lambda model: {"conforms": True, "worst": 0.5})
+        patch.setattr(certificate, "certify", lambda model: {"conforms": True, "worst": 0.5})
         assert compared(folder, f"--variants={file}") == 0
     return folder, file, out.getvalue()
 
@@ -265,12 +265,12 @@ def test_best_rate_at_an_edge_extends_the_grid_within_a_budget(
     variants = {"all": {}, "window": {"model.attention.window": 4}, "wide": {"model.attention.window": 6}}
     variants["wider"] = {"model.attention.window": 16}
     options = {"learning_rates": [1e-3, 1e-2, 1e-1], "seeds": 3, "extensions": extensions}
-    found = comparing.compare(WITHOUT_DROPOUT, variants, workdir=tmp_path / "new", **options)
+    result = comparing.compare(WITHOUT_DROPOUT, variants, workdir=tmp_path / "new", **options)
     names = [path.name for path in (tmp_path / "new").glob("variant=window,*seed=1000")]
     assert sorted(float(re.search("rate=([^,]*)", name)[1]) for name in names) == tried
-    cells = dict(zip(found._part(None).sections[0].table.heads, found._part(None).sections[0].table.cells()[1]))
-    assert cells["verdict"] == verdict and found.rows[1]["learning_rate"] == tried[-2 + ("edge" in verdict)]
-    out, needed = capsys.readouterr().out, [row["difference_seeds_needed"] for row in found.rows[2:]]
+    cells = dict(zip(result._part(None).sections[0].table.heads, result._part(None).sections[0].table.cells()[1]))
+    assert cells["verdict"] == verdict and result.rows[1]["learning_rate"] == tried[-2 + ("edge" in verdict)]
+    out, needed = capsys.readouterr().out, [row["difference_seeds_needed"] for row in result.rows[2:]]
     assert len({*needed}) == 2
     assert ("--extensions" in out) == ("edge" in verdict) and f"seeds={max(needed)}, learning_rates=" in out
 
@@ -281,16 +281,18 @@ def test_function_resumes_a_comparison_of_the_command(finished, monkeypatch, cap
     options = {"workdir": finished[0], "seeds": 2, "learning_rates": [1e-2], "tasks": ["text", PARITY]}
     tables = sorted(finished[0].glob("*/table.csv"))
     before = [path.read_bytes() for path in tables]
-    found = comparing.compare(WITHOUT_DROPOUT, variants, **options)
+    result = comparing.compare(WITHOUT_DROPOUT, variants, **options)
     assert [path.read_bytes() for path in tables] == before and len(tables) == 2
     assert capsys.readouterr().out.count("4 of 4 runs are already finished") == 2
-    rows = [{k: x for k, x in row.items() if k != "task"} for row in found.rows if row["task"] == "text"]
-    assert rows == comparing.read(text) and found.verdict("window", "text") == rows[1]["verdict"] and not found.failed
-    assert found.table(PARITY).splitlines()[0].split()[:2] == ["variant", "verdict"]
-    assert str(found).startswith(found.sentences[0]) and found.sentences[0].partition(": ")[2] in found._repr_html_()
-    assert [curve.shape[1] for curve in found.curves("window", "text")] == [3, 3]
+    rows = [{k: x for k, x in row.items() if k != "task"} for row in result.rows if row["task"] == "text"]
+    assert rows == comparing.read(text) and result.verdict("window", "text") == rows[1]["verdict"] and not result.failed
+    assert result.table(PARITY).splitlines()[0].split()[:2] == ["variant", "verdict"]
+    assert (
+        str(result).startswith(result.sentences[0]) and result.sentences[0].partition(": ")[2] in result._repr_html_()
+    )
+    assert [curve.shape[1] for curve in result.curves("window", "text")] == [3, 3]
     with pytest.raises(KeyError, match="'windows' .did you mean window"):
-        found.verdict("windows", "text")
+        result.verdict("windows", "text")
 
 
 def test_accuracy_at_a_length_counts_answers_in_the_second_half(finished):
@@ -310,12 +312,12 @@ def test_losses_by_position_use_the_second_half_of_held_out_text(finished):
     runs = [attnlab.load(workdir) for workdir in workdirs]
     config = runs[0].config.changed({"model.context": 64, "eval.windows": 2, "batch_size": 2, "eval.part": "second"})
     (batch,) = texts.load(config, Workdir(workdirs[0])).validation
-    of_tokens = jax.jit(functools.partial(token_losses, runs[0].model.replace(context=64)))
-    losses = [of_tokens(run.params["params"], Batch(*map(jnp.asarray, batch[:3]))).mean(0) for run in runs]
+    compute_losses = jax.jit(functools.partial(token_losses, runs[0].model.replace(context=64)))
+    losses = [compute_losses(run.params["params"], Batch(*map(jnp.asarray, batch[:3]))).mean(0) for run in runs]
     expected = np.mean(losses, axis=0).reshape(4, 16)
     window = comparing.read(text)[1]
-    found = [window[f"loss_{times}x"] for times in (1, 2, 4)]
-    np.testing.assert_allclose(found, [expected[0].mean(), expected[1].mean(), expected[2:].mean()], rtol=1e-5)
+    actual = [window[f"loss_{times}x"] for times in (1, 2, 4)]
+    np.testing.assert_allclose(actual, [expected[0].mean(), expected[1].mean(), expected[2:].mean()], rtol=1e-5)
 
 
 def test_changed_variant_loses_its_old_measurements(finished, tmp_path, monkeypatch):

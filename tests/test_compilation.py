@@ -123,8 +123,8 @@ def test_flag_for_faulty_jaxlib_keeps_the_users_flags(monkeypatch):
         compilation.fuse_no_sums()
         return os.environ["XLA_FLAGS"]
 
-    own = "--xla_cpu_experimental_ynn_fusion_type="
-    assert [flags("0.10.2", before) for before in ("", "--a=b", own)] == [own + "-reduce", f"--a=b {own}-reduce", own]
+    arg = "--xla_cpu_experimental_ynn_fusion_type="
+    assert [flags("0.10.2", before) for before in ("", "--a=b", arg)] == [arg + "-reduce", f"--a=b {arg}-reduce", arg]
     assert flags("0.12.0.1", "") == "" and compilation.compiler_options("cpu", fuses_sums=True) is None
 
 

@@ -57,12 +57,12 @@ def run(*words):
 
 def test_right_function_exits_with_0_and_writes_json_and_page(here, capsys):
     assert run("mine:right", "--features=causal,masked rows", "--cases=2", "--nogradients", "--out=found") == 0
-    found = json.loads((here / "found" / "conformance.json").read_text())
-    assert [(row["feature"], row["outcome"]) for row in found["rows"]] == [
+    report = json.loads((here / "found" / "conformance.json").read_text())
+    assert [(row["feature"], row["outcome"]) for row in report["rows"]] == [
         ("causal", "right"),
         ("masked rows", "right"),
     ]
-    assert found["meanings"]["a fully masked row returns"] == "0"
+    assert report["meanings"]["a fully masked row returns"] == "0"
     page = (here / "found" / "conformance.html").read_text()
     assert "mine:right" in page and "masked rows" in page and "<script>" in page
     assert "causal       right" in capsys.readouterr().out
@@ -149,6 +149,6 @@ def test_worker_names_what_is_wrong_with_a_function(here, monkeypatch, function,
     monkeypatch.setattr(worker, "_say", lambda **_: None)
     monkeypatch.setitem(sys.modules, "mine", None)
     monkeypatch.delitem(sys.modules, "mine")  # imported anew, and forgotten afterwards
-    asked = {"function": function, "adapter": adapter, "features": ["plain"], "gradients": False, "cases": 1}
+    request = {"function": function, "adapter": adapter, "features": ["plain"], "gradients": False, "cases": 1}
     with pytest.raises(UserError, match=message):
-        worker.main(asked | {"recurrence": False})
+        worker.main(request | {"recurrence": False})

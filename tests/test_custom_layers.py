@@ -233,10 +233,10 @@ class Remembering(nn.Module):
 def test_layer_with_global_state_is_compared_and_its_runs_are_reused(tmp_path, capsys):
     variants = {"softmax": {}, "mine": Remembering}
     options = {"workdir": tmp_path / "compared", "seeds": 2, "learning_rates": [1e-2]}
-    found = comparing.compare([*SMALL, "--config.sample.length=0"], variants, **options)
-    assert not found.failed and [row["seeds"] for row in found.rows] == [2, 2] and found.verdict("mine")
+    comparison = comparing.compare([*SMALL, "--config.sample.length=0"], variants, **options)
+    assert not comparison.failed and [row["seeds"] for row in comparison.rows] == [2, 2] and comparison.verdict("mine")
     folders = sorted((tmp_path / "compared").glob("*/config.json"))
     again = comparing.compare([*SMALL, "--config.sample.length=0"], variants, **options)
-    assert again.verdict("mine") == found.verdict("mine")
+    assert again.verdict("mine") == comparison.verdict("mine")
     assert sorted((tmp_path / "compared").glob("*/config.json")) == folders
     assert attnlab.load(folders[0].parent).config.steps == 12

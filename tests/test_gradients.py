@@ -100,16 +100,16 @@ def assert_equal_float64(function, arguments, chosen, cotangents, wide_function=
         run, narrow = functools.partial(gradients, function, cotangent), jax.tree.map(np.float32, weights)
         for names in chosen:
             others = {name: x for name, x in arguments.items() if name not in names}
-            found = optimized(run)({name: arguments[name] for name in names}, others, narrow)
+            grads = optimized(run)({name: arguments[name] for name in names}, others, narrow)
             for name in names:
-                assert_near(found[name], exact[name], f"{names}, {cotangent}")
+                assert_near(grads[name], exact[name], f"{names}, {cotangent}")
 
 
-def assert_near(found, exact, message):
+def assert_near(actual, exact, message):
     """Sums of up to 2^17 terms of either sign, whose roundings of 2^-24 add up like a random walk to 2^-15.5, with a
     factor of 11 for the passes before. A wrong fusion is off by at least as much as the gradient."""
     largest = max(np.abs(x).max() for x in jax.tree.leaves(exact))
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(exact), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2.0**-12 * largest, err_msg=message)
 
 

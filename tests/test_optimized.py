@@ -55,9 +55,9 @@ def in_float64(function, *arguments):
         return jax.tree.map(np.asarray, jax.jit(function)(*wide))
 
 
-def assert_as_exact(found, exact, steps):
+def assert_as_exact(actual, exact, steps):
     """Float32 results, arrays or trees, are within `steps` roundings of 2^-24 relative to the largest element."""
-    for a, b in zip(found, exact, strict=True):
+    for a, b in zip(actual, exact, strict=True):
         largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(b))
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
             assert x.dtype == np.float32 and y.dtype == np.float64
@@ -79,13 +79,13 @@ def test_optimized_operator_equals_float64(impl, seed):
     case = draw(seed)
     with jax.enable_x64(True):
         exact = results(case.arrays, case.run, "dense", np.float64)
-    found = results(case.arrays, case.run, impl, np.float32, compiled=optimized)
+    actual = results(case.arrays, case.run, impl, np.float32, compiled=optimized)
     for name, value in exact.items():
-        np.testing.assert_array_equal(np.isfinite(found[name]), np.isfinite(value))
+        np.testing.assert_array_equal(np.isfinite(actual[name]), np.isfinite(value))
         finite = np.isfinite(value)
         # Sums of up to 40 terms and exponentials of scores of up to 30, two passes: relative to the largest element.
         largest = np.abs(value[finite]).max(initial=1)
-        np.testing.assert_allclose(found[name][finite], value[finite], rtol=0, atol=1e-5 * largest)
+        np.testing.assert_allclose(actual[name][finite], value[finite], rtol=0, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("name", [*MODULES, *OF_MANY_ROWS])
@@ -138,8 +138,8 @@ def test_optimized_cross_entropy_equals_float64():
     def plain(x):
         return optax.softmax_cross_entropy_with_integer_labels(x[0] @ x[1].T, targets).sum()
 
-    found = optimized(jax.value_and_grad(ours))((features, embedding))
-    assert_as_exact(found, in_float64(jax.value_and_grad(plain), (features, embedding)), steps=200)
+    actual = optimized(jax.value_and_grad(ours))((features, embedding))
+    assert_as_exact(actual, in_float64(jax.value_and_grad(plain), (features, embedding)), steps=200)
 
 
 def test_reduction_after_batched_products_is_wrong_only_on_jaxlib_0_10_2():
@@ -163,8 +163,8 @@ def test_overlapping_slice_update_is_wrong_up_to_jaxlib_0_12():
         x = x + 1
         return jax.lax.dynamic_update_slice(x, x[:3], (1, 0, 0)).reshape(1, 4, 1)
 
-    found = optimized(shifted)(np.arange(4, dtype=np.int32).reshape(4, 1, 1)).ravel()
-    assert found.tolist() == ([1, 1, 1, 1] if JAXLIB < (0, 13) else [1, 1, 2, 3])
+    out = optimized(shifted)(np.arange(4, dtype=np.int32).reshape(4, 1, 1)).ravel()
+    assert out.tolist() == ([1, 1, 1, 1] if JAXLIB < (0, 13) else [1, 1, 2, 3])
 
 
 @pytest.mark.parametrize("length", [128, 1024])  # tiles one by one, heads one by one

@@ -63,13 +63,13 @@ IMPORTABLE = {"ops": {"attnlab", "jax", "jaxtyping", "numpy", *PEERS}, "support"
 
 def imports(path: Path) -> set[str]:
     """The modules that a file imports anywhere, and the names that it imports from them."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 SOURCES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
@@ -100,7 +100,7 @@ def test_classes_imported_across_folders_have_unique_names():
     for called, modules in classes.items():
         imported = set()
         for module in modules:
-            elsewhere = {name for name, found in IMPORTS.items() if f"{module}.{called}" in found}
+            elsewhere = {name for name, names in IMPORTS.items() if f"{module}.{called}" in names}
             imported |= {module for name in elsewhere if name.split(".")[1] != module.split(".")[1]}
         assert len(imported) < 2, f"{called} is the name of classes of {', '.join(sorted(imported))}"
 
@@ -112,10 +112,10 @@ def test_lower_floors_import_only_these_libraries():
 
 
 def test_modules_have_no_import_cycles():
-    graph = {name: (found & set(IMPORTS)) - {name, "attnlab"} for name, found in IMPORTS.items() if name != "attnlab"}
+    graph = {name: (names & set(IMPORTS)) - {name, "attnlab"} for name, names in IMPORTS.items() if name != "attnlab"}
     for package in {name for name, path in SOURCES.items() if path.name == "__init__.py"}:  # without its `__init__`
         for name in graph:
-            if any(found.startswith(f"{package}.") for found in graph[name]):
+            if any(module.startswith(f"{package}.") for module in graph[name]):
                 graph[name] = graph[name] - {package}
     graphlib.TopologicalSorter(graph).prepare()
 
@@ -167,13 +167,13 @@ def run_examples(name, value, **names) -> bool:
     return any(not example.options.get(doctest.SKIP) for test in examples for example in test.examples)
 
 
-@pytest.mark.parametrize("of_models", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_public_names_have_examples_that_run(of_models):
+@pytest.mark.parametrize("with_models", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_public_names_have_examples_that_run(with_models):
     """In one process, so that examples share the programs of single operations; examples of models compile most."""
     has_torch = importlib.util.find_spec("torch") is not None
     for name, value in PUBLIC.items():
         needs_torch = "torch" in name or name.endswith("to_hf")
-        if value.__module__.startswith("attnlab.ops") != of_models and (has_torch or not needs_torch):
+        if value.__module__.startswith("attnlab.ops") != with_models and (has_torch or not needs_torch):
             assert run_examples(name, value), f"the docstring of {name} has no example"
 
 
@@ -195,8 +195,8 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 def blocks(page: Path, language: str) -> list[str]:
     """The fenced code blocks of a page in one language."""
-    found = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    return [text for name, text in found if name == language]
+    fenced = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [text for name, text in fenced if name == language]
 
 
 def pages_with_python():

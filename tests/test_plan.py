@@ -26,9 +26,9 @@ TINY |= {"batch_size": 8, "data.tokenizer": "byte"}
 
 def config(**changes):
     """A config of a tiny model, with changes: `model__width=32`."""
-    made = default()
-    made.update_from_flattened_dict(TINY | {field.replace("__", "."): value for field, value in changes.items()})
-    return completed(made)
+    options = default()
+    options.update_from_flattened_dict(TINY | {field.replace("__", "."): value for field, value in changes.items()})
+    return completed(options)
 
 
 def run(capsys, *options, topology="here", changes=()):
@@ -68,8 +68,8 @@ def training_only(step, *arguments, real=plans._compiled):
 def test_work_is_shown_with_its_floor(monkeypatch):
     done = compiled("training", None, None, None)._replace(launches=1234, moved=6 * 10**9)
     monkeypatch.setattr(plans, "_compiled", lambda *_: done)
-    there = topologies.find("here")
-    planned = plans.plan(config(model__attention__impl="dense"), there._replace(tflops=100.0, bandwidth=3.0))
+    topology = topologies.find("here")
+    planned = plans.plan(config(model__attention__impl="dense"), topology._replace(tflops=100.0, bandwidth=3.0))
     model = GPT.of(vocab_size=256, num_layers=1, width=64, num_heads=2, context=32)
     assert planned.flops == flops.per_token(model, 32) * 8 * 32 / 4  # on each of four devices
     assert planned.floor == pytest.approx((planned.flops / 100e9, 2.0))
@@ -94,8 +94,8 @@ def test_exit_code_says_whether_run_and_optimizer_fit(capsys, monkeypatch, mib, 
     here = topologies.find("here")
     monkeypatch.setattr(topologies, "find", lambda name: here._replace(usable_gib=mib / 1024))
     monkeypatch.setattr(plans, "_compiled", compiled)
-    found, out, _ = run(capsys, changes={"model.width": 32})  # moments of 0.16 MiB
-    assert (found, re.search(r"^fits +(\w+)$", out, re.M)[1]) == (code, verdict)
+    exit_code, out, _ = run(capsys, changes={"model.width": 32})  # moments of 0.16 MiB
+    assert (exit_code, re.search(r"^fits +(\w+)$", out, re.M)[1]) == (code, verdict)
 
 
 def failing(monkeypatch, message):
@@ -124,8 +124,8 @@ def test_out_of_memory_still_gives_a_table_and_other_failures_one_line(monkeypat
     ids=str,
 )
 def test_vocabulary_is_what_the_config_promises(changes, given, size, noted):
-    _, found, notes = plans.vocabulary(config(**changes), given)
-    assert (found, bool(notes)) == (size, noted)
+    _, vocab_size, notes = plans.vocabulary(config(**changes), given)
+    assert (vocab_size, bool(notes)) == (size, noted)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_vocabulary_is_what_the_config_promises(changes, given, size, noted):
 def test_attention_is_what_the_operator_would_choose(changes, platform, expected):
     """Layers without attention are listed with their kind instead of a backend."""
     model = GPT.of(**{"vocab_size": 10, "num_layers": 2, "num_heads": 2, "width": 128, "context": 32} | changes)
-    there = topologies.find("here")._replace(platform=platform)
-    layers, rejected = plans.attention_of(model, there, batch=4)
+    topology = topologies.find("here")._replace(platform=platform)
+    layers, rejected = plans.attention_of(model, topology, batch=4)
     assert layers == {f"block_{n}": name for n, name in enumerate(expected)}
     others = {*attnlab.implementations()} - {*expected}
     assert {*rejected} == (set() if expected == ["gru", "gru"] else others)

@@ -50,10 +50,10 @@ def test_command_prints_the_prompt_and_a_continuation(command):
 def test_control_characters_are_shown_on_a_terminal_and_kept_in_a_file(command, tmp_path, monkeypatch):
     (tmp_path / "prompts.txt").write_text("\x1bel \x07\n" * 2)
     options = [f"--prompts={tmp_path}/prompts.txt", "--max_tokens=12"]
-    kept = command(*options)
-    assert kept.count("\x1bel \x07") == 2
+    raw = command(*options)
+    assert raw.count("\x1bel \x07") == 2
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert command(*options) == kept.replace("\x1b", r"\x1b").replace("\x07", r"\x07")
+    assert command(*options) == raw.replace("\x1b", r"\x1b").replace("\x07", r"\x07")
 
 
 def test_prompts_from_a_file_become_lines_of_json(command, tmp_path, workdir):

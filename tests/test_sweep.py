@@ -116,8 +116,8 @@ def grouped(*given):
     for point in points:
         failed = point.config.optimizer.weight_decay == 9 and point.config.seed != 1
         rows.append({"run": point.name, "loss": None if failed else float(point.config.seed)})
-    found = results.group_table(results.group_of(points), points, rows)
-    return found and found.rows
+    groups = results.group_table(results.group_of(points), points, rows)
+    return groups and groups.rows
 
 
 def test_groups_have_the_mean_over_seeds_and_its_interval():
@@ -224,12 +224,12 @@ def test_table_is_sorted_by_final_loss_and_agrees_with_the_records(finished):
 
 def test_second_sweep_keeps_finished_runs_and_adds_new_ones(finished, capsys):
     folder = finished[0]
-    kept = {name: contents(folder / f"learning_rate={name},seed=3") for name in ("0.001", "0.01")}
+    before = {name: contents(folder / f"learning_rate={name},seed=3") for name in ("0.001", "0.01")}
     with workers_here():
         assert swept(folder, "--grid=config.optimizer.learning_rate=1e-3,1e-2,2e-2", "--grid=config.seed=3") == 0
     out = capsys.readouterr().out
     assert "2 of 3 runs are already finished" in out and "3/3  learning_rate=0.02,seed=3  finished" in out
-    assert {name: contents(folder / f"learning_rate={name},seed=3") for name in kept} == kept
+    assert {name: contents(folder / f"learning_rate={name},seed=3") for name in before} == before
 
 
 def is_alive(pid):

@@ -49,18 +49,18 @@ def test_run_prints_summary_and_writes_its_files():
 
 
 def test_metrics_hold_every_record_once(undisturbed):
-    found = runs.records(undisturbed)
-    assert [r["step"] for r in found if r["split"] == "train"] == list(range(2, 13, 2))
-    assert [r["step"] for r in found if r["split"] == "val"] == [5, 10, 12]
-    assert [r["step"] for r in found if r["split"] == "final"] == [12]
-    first, last = found[0], found[-1]
+    records = runs.records(undisturbed)
+    assert [r["step"] for r in records if r["split"] == "train"] == list(range(2, 13, 2))
+    assert [r["step"] for r in records if r["split"] == "val"] == [5, 10, 12]
+    assert [r["step"] for r in records if r["split"] == "final"] == [12]
+    first, last = records[0], records[-1]
     assert {"loss", "grad_norm", "learning_rate", "bits_per_character", "tokens"} <= first.keys()
     np.testing.assert_allclose(first["bits_per_character"], first["loss"] / np.log(2))  # one token per character
-    assert last["loss"] == [r for r in found if r["split"] == "val"][-1]["loss"]
-    losses = [r["loss"] for r in found if r["split"] == "val"]
+    assert last["loss"] == [r for r in records if r["split"] == "val"][-1]["loss"]
+    losses = [r["loss"] for r in records if r["split"] == "val"]
     assert losses[-1] < losses[0] < 6
-    told = json.loads((undisturbed / "metrics.jsonl").read_text().splitlines()[0])
-    assert told["tokens_per_second"] > 0 and told["host_peak_memory_bytes"] > 50_000_000
+    first_line = json.loads((undisturbed / "metrics.jsonl").read_text().splitlines()[0])
+    assert first_line["tokens_per_second"] > 0 and first_line["host_peak_memory_bytes"] > 50_000_000
 
 
 def test_load_takes_the_newest_the_best_or_a_numbered_checkpoint(undisturbed, tmp_path):
@@ -156,9 +156,9 @@ def test_run_resumed_in_another_layout_has_the_same_losses(undisturbed, stopped_
     shutil.copytree(stopped_at_6, tmp_path / "run")
     options = runs.flags({"parallel.strategy": "pmap", "parallel.mesh.data": -1, "model.scan": True})
     assert runs.run(tmp_path / "run", *options) == 0
-    found, expected = runs.records(tmp_path / "run"), runs.records(undisturbed)
-    assert [(r["step"], r["split"]) for r in found] == [(r["step"], r["split"]) for r in expected]
-    np.testing.assert_allclose([r["loss"] for r in found], [r["loss"] for r in expected], rtol=1e-5)
+    actual, expected = runs.records(tmp_path / "run"), runs.records(undisturbed)
+    assert [(r["step"], r["split"]) for r in actual] == [(r["step"], r["split"]) for r in expected]
+    np.testing.assert_allclose([r["loss"] for r in actual], [r["loss"] for r in expected], rtol=1e-5)
 
 
 def test_step_0_alone_and_checkpoints_of_another_run_are_not_resumed(with_history, tmp_path, capsys):
@@ -356,18 +356,18 @@ def test_finished_run_extended_and_crashed_is_bit_exact(undisturbed, tmp_path, c
     first = runs.records(whole)
     assert runs.workdir_alone(whole, "--config.steps=20") == 0
     assert re.search(r"extended from 12 to 20 steps: the learning rate was .*, and is", capsys.readouterr().out)
-    found = runs.records(whole)
-    assert found[: len(first)] == first and first[-1]["split"] == "final"
-    assert [r["step"] for r in found if r["split"] == "final"] == [12, 20]
-    rates = {r["step"]: r["learning_rate"] for r in found if r["split"] == "train"}
+    records = runs.records(whole)
+    assert records[: len(first)] == first and first[-1]["split"] == "final"
+    assert [r["step"] for r in records if r["split"] == "final"] == [12, 20]
+    rates = {r["step"]: r["learning_rate"] for r in records if r["split"] == "train"}
     assert rates[14] > rates[12] and rates[20] < rates[14]
     assert rates[2] == pytest.approx(0.005 * 2 / 5)  # the second of four warmup steps; the peak is the fifth
     saved = json.loads((whole / "config.json").read_text())
     assert saved["steps"] == 20 and saved["extensions"] == [{"at_step": 12, "from_steps": 12, "to_steps": 20}]
-    assert sha256(attnlab.load(whole).params["params"]) == found[-1]["params_sha256"]
+    assert sha256(attnlab.load(whole).params["params"]) == records[-1]["params_sha256"]
 
     for step in (14, 18):  # before and after the first checkpoint of the extension
         with pytest.raises(runs.CrashError):
             train.train(runs.quick(steps=20), crashed, on_step=runs.crash_at(step))
     assert runs.workdir_alone(crashed) == 0
-    assert runs.records(crashed) == found and json.loads((crashed / "config.json").read_text()) == saved
+    assert runs.records(crashed) == records and json.loads((crashed / "config.json").read_text()) == saved

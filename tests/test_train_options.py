@@ -49,10 +49,10 @@ class Poisoned(runs.Bigram):
 def test_nonfinite_step_is_skipped_reported_and_counted(tmp_path, capsys):
     train.train(runs.quick(on_nonfinite="skip", log__every=1), tmp_path / "run", model=Poisoned())
     assert "step 7 is skipped: grad_norm is nan (1 skipped in total)" in capsys.readouterr().out
-    found = {r["step"]: r for r in runs.records(tmp_path / "run") if r["split"] == "train"}
-    assert [found[step]["skipped"] for step in (1, 6, 7, 8, 12)] == [0, 0, 1, 1, 1]
-    assert found[7]["grad_norm"] is None and found[7]["param_norm"] == found[6]["param_norm"]
-    assert found[8]["param_norm"] != found[7]["param_norm"] and np.isfinite(found[12]["loss"])
+    by_step = {r["step"]: r for r in runs.records(tmp_path / "run") if r["split"] == "train"}
+    assert [by_step[step]["skipped"] for step in (1, 6, 7, 8, 12)] == [0, 0, 1, 1, 1]
+    assert by_step[7]["grad_norm"] is None and by_step[7]["param_norm"] == by_step[6]["param_norm"]
+    assert by_step[8]["param_norm"] != by_step[7]["param_norm"] and np.isfinite(by_step[12]["loss"])
 
 
 def test_nonfinite_step_ends_the_run_at_last_good_checkpoint(tmp_path):
@@ -139,7 +139,7 @@ def test_run_with_a_partial_layer_pattern_is_loaded(tmp_path):
 
 def test_custom_model_optimizer_and_callbacks_train_and_resume(tmp_path, capsys):
     config = runs.quick(data__tokenizer="byte")
-    own = BIGRAM | {"optimizer": optax.adam(1e-2)}
+    custom = BIGRAM | {"optimizer": optax.adam(1e-2)}
     seen, tracked, shown = [], [], []
 
     class Tracker:
@@ -158,17 +158,17 @@ def test_custom_model_optimizer_and_callbacks_train_and_resume(tmp_path, capsys)
         assert {"loss", "grad_norm", "param_norm"} == set(metrics)
         assert all(value.shape == () and value.dtype == jnp.float32 for value in metrics.values())
 
-    train.train(config, tmp_path / "whole", on_step=on_step, **own)
+    train.train(config, tmp_path / "whole", on_step=on_step, **custom)
     assert seen == list(range(1, 13)) and "Bigram of 4,352 parameters" in shown[0]
-    said = ("reading python_docs\npreparing its tokens\ninitializing the model\n", "\ncompiling the step\n")
-    assert shown[0].startswith(said[0]) and said[1] in shown[0] and "compiling" not in shown[1]
-    found = runs.records(tmp_path / "whole")
-    assert found[-1]["loss"] < found[0]["loss"] and "learning_rate" not in found[0]
+    messages = ("reading python_docs\npreparing its tokens\ninitializing the model\n", "\ncompiling the step\n")
+    assert shown[0].startswith(messages[0]) and messages[1] in shown[0] and "compiling" not in shown[1]
+    records = runs.records(tmp_path / "whole")
+    assert records[-1]["loss"] < records[0]["loss"] and "learning_rate" not in records[0]
     with pytest.raises(runs.CrashError):
-        train.train(config, tmp_path / "run", on_step=runs.crash_at(8), tracker=Tracker, **own)
+        train.train(config, tmp_path / "run", on_step=runs.crash_at(8), tracker=Tracker, **custom)
     assert tracked.pop() == "closed"
-    train.train(config, tmp_path / "run", tracker=Tracker, **own)
-    assert runs.records(tmp_path / "run") == found and tracked.pop() == "closed"
+    train.train(config, tmp_path / "run", tracker=Tracker, **custom)
+    assert runs.records(tmp_path / "run") == records and tracked.pop() == "closed"
     assert set(range(2, 13, 2)) <= {step for step, _ in tracked}
     assert all({"train/loss", "val/loss", "final/loss"} & metrics.keys() for _, metrics in tracked)
 
@@ -177,7 +177,7 @@ def test_custom_model_optimizer_and_callbacks_train_and_resume(tmp_path, capsys)
     with pytest.raises(UserError, match=r"run with model = Bigram\(vocab_size=256\), but model is now None"):
         attnlab.load(tmp_path / "run")
     model, params, tokenizer, _ = attnlab.load(tmp_path / "run", **BIGRAM)
-    assert sha256(params["params"]) == found[-1]["params_sha256"]
+    assert sha256(params["params"]) == records[-1]["params_sha256"]
     assert jax.eval_shape(model.apply, params, tokenizer.encode("The ")[None]).shape == (1, 4, 256)
 
 
@@ -204,13 +204,13 @@ def muon(tmp_path_factory):
 
 @pytest.mark.parametrize("options", ["muon", pytest.param(LION, marks=SLOW)], ids=["muon", "lion"])
 def test_optimizer_trains_and_resumes_bit_for_bit(request, tmp_path, options):
-    made = request.getfixturevalue("muon") if options == "muon" else whole_and_crashed(tmp_path, **options)
-    whole, run = made[0], shutil.copytree(made[1], tmp_path / "resumed")
-    found = runs.records(whole)
-    losses = [record["loss"] for record in found if record["split"] == "val"]
+    workdirs = request.getfixturevalue("muon") if options == "muon" else whole_and_crashed(tmp_path, **options)
+    whole, run = workdirs[0], shutil.copytree(workdirs[1], tmp_path / "resumed")
+    records = runs.records(whole)
+    losses = [record["loss"] for record in records if record["split"] == "val"]
     assert losses[-1] < losses[0] - 0.02 and losses[-1] < 4.6  # at the start ln(103) = 4.63, for 103 characters
     assert runs.workdir_alone(run) == 0
-    assert runs.records(run) == found and runs.same_checkpoints(run, whole)
+    assert runs.records(run) == records and runs.same_checkpoints(run, whole)
     assert set(runs.digests(run, 12)) == {"params", "opt_state", "average"}
 
 
@@ -221,8 +221,8 @@ OVER_FOUR = MUON | {"optimizer__ema": 0.5, "model__scan": True, "parallel__mesh_
 def test_muon_saved_on_one_device_resumes_on_four(muon, tmp_path):
     shutil.copytree(muon[1], tmp_path / "four")
     train.train(runs.quick(**OVER_FOUR), tmp_path / "four")
-    found, expected = runs.records(tmp_path / "four"), runs.records(muon[0])
-    np.testing.assert_allclose([r["loss"] for r in found], [r["loss"] for r in expected], rtol=1e-5)  # reordered sums
+    actual, expected = runs.records(tmp_path / "four"), runs.records(muon[0])
+    np.testing.assert_allclose([r["loss"] for r in actual], [r["loss"] for r in expected], rtol=1e-5)  # reordered sums
 
 
 def test_muon_and_the_average_are_sharded_like_the_parameters():
@@ -248,9 +248,9 @@ def test_average_is_evaluated_and_loaded_but_does_not_affect_training(tmp_path, 
     train.train(config, tmp_path / "run", **BIGRAM)
     train.train(runs.quick(steps=6, eval__patience=1), tmp_path / "plain", **BIGRAM)
     assert ends(tmp_path / "plain") == [("val", 5), ("val", 6), ("final", 6)]  # each evaluation is lower
-    found, without = runs.records(tmp_path / "run"), runs.records(tmp_path / "plain")
-    assert [r for r in found if r["split"] == "train"] == [r for r in without if r["split"] == "train"]
-    assert found[-1]["params_sha256"] == without[-1]["params_sha256"] and found[-1]["loss"] != without[-1]["loss"]
+    averaged, without = runs.records(tmp_path / "run"), runs.records(tmp_path / "plain")
+    assert [r for r in averaged if r["split"] == "train"] == [r for r in without if r["split"] == "train"]
+    assert averaged[-1]["params_sha256"] == without[-1]["params_sha256"] and averaged[-1]["loss"] != without[-1]["loss"]
 
     def loaded(step):
         return attnlab.load(tmp_path / "run", step, **BIGRAM).params["params"]["Embed_0"]["embedding"]
@@ -264,12 +264,12 @@ def test_average_is_evaluated_and_loaded_but_does_not_affect_training(tmp_path, 
         expected = np.tensordot(weights / weights.sum(), raw[1 : step + 1], 1)
         np.testing.assert_allclose(loaded(step), expected, atol=1e-6)  # float32
     np.testing.assert_array_equal(loaded(0), raw[0])
-    assert sha256(checkpoints.restore(6, like).params) == found[-1]["params_sha256"]
+    assert sha256(checkpoints.restore(6, like).params) == averaged[-1]["params_sha256"]
 
     capsys.readouterr()
     loss = train.train(config, tmp_path / "run", eval_only=True, **BIGRAM).loss
-    assert loss == pytest.approx(found[-1]["loss"], rel=1e-6)
-    assert f"validation loss {found[-1]['loss']:.4f}" in capsys.readouterr().out
+    assert loss == pytest.approx(averaged[-1]["loss"], rel=1e-6)
+    assert f"validation loss {averaged[-1]['loss']:.4f}" in capsys.readouterr().out
 
 
 # --- early stopping: at this learning rate no parameter changes, so no evaluation after the first is lower
@@ -328,8 +328,8 @@ def test_early_stopped_run_continues_exactly_without_patience(ended_early, tmp_p
     for name in ("run", "whole"):
         still(tmp_path / name, patience=0)
     assert ends(tmp_path / "run")[3:] == [("final", 15), ("val", 20), ("final", 20)]
-    found = [r for r in runs.records(tmp_path / "run") if (r["split"], r["step"]) != ("final", 15)]
-    assert found == runs.records(tmp_path / "whole")
+    records = [r for r in runs.records(tmp_path / "run") if (r["split"], r["step"]) != ("final", 15)]
+    assert records == runs.records(tmp_path / "whole")
 
 
 # --- precision

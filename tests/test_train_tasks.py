@@ -23,9 +23,9 @@ FIELDS = {
 
 
 def config(**changes):
-    made = configs.default()
-    made.update_from_flattened_dict(FIELDS | {name.replace("__", "."): value for name, value in changes.items()})
-    return made
+    options = configs.default()
+    options.update_from_flattened_dict(FIELDS | {name.replace("__", "."): value for name, value in changes.items()})
+    return options
 
 
 @pytest.fixture(scope="module")

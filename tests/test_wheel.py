@@ -73,15 +73,15 @@ def test_downstream_project_uses_only_public_names():
     assert {f"attnlab.{name}" for name in terms} <= used
 
 
-def closure(requirement: Requirement, found: dict[tuple[str, str], metadata.Distribution]) -> None:
+def closure(requirement: Requirement, distributions: dict[tuple[str, str], metadata.Distribution]) -> None:
     """Add the distributions that a requirement pulls in, by (name, extra)."""
     name = canonicalize_name(requirement.name)
-    for extra in {"", *requirement.extras} - {extra for key, extra in found if key == name}:
-        found[name, extra] = metadata.distribution(name)
-        for line in found[name, extra].requires or ():
+    for extra in {"", *requirement.extras} - {extra for key, extra in distributions if key == name}:
+        distributions[name, extra] = metadata.distribution(name)
+        for line in distributions[name, extra].requires or ():
             inner = Requirement(line)
             if inner.marker is None or inner.marker.evaluate({"extra": extra}):
-                closure(inner, found)
+                closure(inner, distributions)
 
 
 class Environment:
@@ -99,10 +99,10 @@ class Environment:
 
     def link(self, *requirements: str) -> None:
         """Link what requirements such as "attnlab[plots]" pull in, except attnlab itself."""
-        found = {}
+        distributions = {}
         for requirement in requirements:
-            closure(Requirement(requirement), found)
-        for distribution in {name: value for (name, _), value in found.items() if name != "attnlab"}.values():
+            closure(Requirement(requirement), distributions)
+        for distribution in {name: value for (name, _), value in distributions.items() if name != "attnlab"}.values():
             for file in distribution.files:
                 path = self.site / file
                 if ".." not in file.parts and "__pycache__" not in file.parts and not path.exists():
@@ -201,8 +201,8 @@ def lines_of(*texts: str):
     for line in "\n".join(texts).splitlines():
         command = ["make", "--dry-run", *line.split(" #")[0].split()[1:], "VENV=.fresh", "CUDA="]
         if line.startswith("make"):
-            made = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
-            yield from made.replace(".fresh", ".venv").splitlines()
+            output = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+            yield from output.replace(".fresh", ".venv").splitlines()
         else:
             yield line
 

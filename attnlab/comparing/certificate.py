@@ -46,13 +46,13 @@ def certify(model: GPT) -> dict:
     rows = {name: _rows(layer, features[name]) for name, layer in layers.items() if features[name]}
     wrong = [
         f"{name}: {row.feature}: {row.why}"
-        for name, found in rows.items()
-        for row in found
+        for name, layer_rows in rows.items()
+        for row in layer_rows
         if row.outcome not in ("right", "slow")
     ]
     return {
         "conforms": not wrong if rows else None,
-        "worst": max((row.worst for found in rows.values() for row in found), default=None),
+        "worst": max((row.worst for layer_rows in rows.values() for row in layer_rows), default=None),
         "features": features,
         "wrong": wrong,
     }

@@ -60,17 +60,23 @@ class Comparison:
       page: path of the full report, `comparison.html`.
       failed: errors of failed runs, by name.
 
-    >>> Comparison({}, Path("comparison.html")).rows  # of `compare`, which has an example, a row for each variant
+    >>> Comparison({}, Path("comparison.html")).rows  # see `compare` for an example with rows
     []
     """
 
-    def __init__(self, found: Mapping[str, "_Found"], page: Path):
-        self._found, self.page = found, page
-        several = len(found) > 1
-        self.rows = [{"task": name} | row if several else row for name, part in found.items() for row in part.rows]
-        prefix = {name: f"{name}: " * several for name in found}
-        self.sentences = [prefix[name] + text for name, part in found.items() for text in part.sections[0].sentences]
-        self.failed = {prefix[name] + run: error for name, part in found.items() for run, error in part.failed.items()}
+    def __init__(self, results: Mapping[str, "_Found"], page: Path):
+        self._found, self.page = results, page
+        several = len(results) > 1
+        self.rows = [
+            {"task": name} | row if several else row for name, result in results.items() for row in result.rows
+        ]
+        prefix = {name: f"{name}: " * several for name in results}
+        self.sentences = [
+            prefix[name] + text for name, result in results.items() for text in result.sections[0].sentences
+        ]
+        self.failed = {
+            prefix[name] + run: error for name, result in results.items() for run, error in result.failed.items()
+        }
 
     def verdict(self, variant: str, task: str | None = None) -> str | None:
         """The verdict on a variant, such as "better"; None for the first one."""
@@ -104,7 +110,7 @@ class Comparison:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return "".join(page.fragment(section) for part in self._found.values() for section in part.sections)
+        return "".join(page.fragment(section) for result in self._found.values() for section in result.sections)
 
     def _part(self, task: str | None) -> "_Found":
         if task is None and len(self._found) == 1:
@@ -176,9 +182,9 @@ def compare(
     >>> from attnlab.masks import SlidingWindow
     >>> kinds = {"softmax": {}, "near": SlidingWindow(left=4)}
     >>> options = {"workdir": tempfile.mkdtemp(), "seeds": 2, "learning_rates": [1e-2]}
-    >>> found = compare(small, kinds, **options)  # doctest: +ELLIPSIS
+    >>> result = compare(small, kinds, **options)  # doctest: +ELLIPSIS
     near: causal, ...
-    >>> [(row["variant"], row["seeds"]) for row in found.rows], isinstance(found.verdict("near"), str)
+    >>> [(row["variant"], row["seeds"]) for row in result.rows], isinstance(result.verdict("near"), str)
     ([('softmax', 2), ('near', 2)], True)
     """
     if not isinstance(check, bool):
@@ -192,8 +198,8 @@ def compare(
     if tuning_seeds is None:
         arguments["tuning_seeds"] = default_tuning_seeds(together, jobs)
     arguments["match"] = match or "none"
-    found = parts(base, fields, variants, Path(workdir), seeds=seeds, **arguments)
-    return run(found, Path(workdir), check=check, command=command, **options)
+    comparisons = parts(base, fields, variants, Path(workdir), seeds=seeds, **arguments)
+    return run(comparisons, Path(workdir), check=check, command=command, **options)
 
 
 def _call(config, variants: Mapping[str, Any], workdir: str, arguments: Mapping[str, Any], seeds: int) -> str:
@@ -209,7 +215,7 @@ def default_tuning_seeds(together: int | str, jobs: int) -> int:
 
 
 def run(
-    parts: Sequence[TaskComparison],
+    comparisons: Sequence[TaskComparison],
     folder: Path,
     *,
     check: bool,
@@ -221,22 +227,22 @@ def run(
 
     With `check`, custom layers are checked first. `command(n)` is the command for n seeds.
     """
-    first = parts[0]
+    first = comparisons[0]
     base = first.protocol.config
     content = {"variants": {variant.name: configs.words(variant.config(base), base) for variant in first.variants}}
-    content |= {"options": configs.words(base, RunConfig()), "tasks": [part.name for part in parts if part.name]}
-    total = sum(len(_tuning(part)) + len(part.variants) * len(part.protocol.seeds) for part in parts)
+    content |= {"options": configs.words(base, RunConfig()), "tasks": [each.name for each in comparisons if each.name]}
+    total = sum(len(_tuning(each)) + len(each.variants) * len(each.protocol.seeds) for each in comparisons)
     try:
         with training_runs.claimed(folder, MARKER, content) as lock:
             if check:
-                check_layers(parts)
+                check_layers(comparisons)
             runner = training_runs.Runner(total, jobs, together, lock)
-            found = {part.name: _compare(part, runner, command) for part in parts}
+            results = {each.name: _compare(each, runner, command) for each in comparisons}
             names = [variant.name for variant in first.variants]
-            about = found[first.name].about | {"command": command(len(first.protocol.seeds))}
-            sections = [section for part in found.values() for section in part.sections]
+            about = results[first.name].about | {"command": command(len(first.protocol.seeds))}
+            sections = [section for result in results.values() for section in result.sections]
             title = f"{', '.join(names[1:])} against {names[0]}"
-            return Comparison(found, page.write(folder / PAGE, title, about, sections))
+            return Comparison(results, page.write(folder / PAGE, title, about, sections))
     except workers.Interrupted as stopped:
         raise KeyboardInterrupt(*stopped.args) from None
 
@@ -295,25 +301,25 @@ def parts(
     first = config.seed + TUNING
     seeds_of = {"tuning_seeds": tuple(range(first, first + tuning_seeds))}
     seeds_of |= {"seeds": tuple(range(config.seed, config.seed + seeds))}
-    found = []
+    comparisons = []
     for name, fields in _tasks(tasks or list(published), known_tasks).items():
-        own = config.changed({field: value for field, value in fields.items() if field not in chosen})
-        measure = "accuracy" if named.parse(own.data.name) else "loss"
-        protocol = Protocol(own, tuple(sorted(rates)), **seeds_of, measure=measure, extensions=extensions)
+        task_config = config.changed({field: value for field, value in fields.items() if field not in chosen})
+        measure = "accuracy" if named.parse(task_config.data.name) else "loss"
+        protocol = Protocol(task_config, tuple(sorted(rates)), **seeds_of, measure=measure, extensions=extensions)
         where = folder / grid.folder_name(name) if name else folder
-        part = TaskComparison(name, where, protocol, named_variants, match, published.get(name))
+        comparison = TaskComparison(name, where, protocol, named_variants, match, published.get(name))
         if match != "none":
-            matched = variants_.matched(named_variants, own, vocab_size(part), match, match_length)
-            part = part._replace(variants=matched)
-        for variant in part.variants:
+            matched = variants_.matched(named_variants, task_config, vocab_size(comparison), match, match_length)
+            comparison = comparison._replace(variants=matched)
+        for variant in comparison.variants:
             protocol.final(variant, protocol.rates[0])  # raises if its config is invalid
-        found.append(part)
-    return found
+        comparisons.append(comparison)
+    return comparisons
 
 
 def _tasks(tasks, known: Mapping) -> dict[str, dict[str, Any]]:
     """Return the fields of each task by name; {"": {}} if there are none, for the config's text."""
-    known, found = TASKS | dict(known) | (dict(tasks) if isinstance(tasks, Mapping) else {}), {}
+    known, task_fields = TASKS | dict(known) | (dict(tasks) if isinstance(tasks, Mapping) else {}), {}
     if len(set(tasks)) < len(tasks):
         raise ArgumentError("tasks", tasks, "name each once")
     for name in tasks:
@@ -323,29 +329,29 @@ def _tasks(tasks, known: Mapping) -> dict[str, dict[str, Any]]:
                 "tasks", name, f"no such task{nearest(name, known)}: expected some of {', '.join(known)}"
             )
         try:
-            found[name] = variants_.fields_of(fields)
+            task_fields[name] = variants_.fields_of(fields)
         except UserError as error:
             raise UserError(f"task {name!r}: {error}") from error
-    return found or {"": {}}
+    return task_fields or {"": {}}
 
 
-def vocab_size(part: TaskComparison) -> int:
+def vocab_size(comparison: TaskComparison) -> int:
     """Vocabulary size of a part's text or task."""
     with tempfile.TemporaryDirectory() as nowhere:
-        found = texts.load(part.config_of(part.variants[0]), texts.Workdir(Path(nowhere) / "new"))
-        return found.tokenizer.vocab_size
+        text = texts.load(comparison.config_of(comparison.variants[0]), texts.Workdir(Path(nowhere) / "new"))
+        return text.tokenizer.vocab_size
 
 
-def check_layers(parts: Sequence[TaskComparison]) -> None:
+def check_layers(comparisons: Sequence[TaskComparison]) -> None:
     """Raise UserError for the first failed check of a layer with user-defined code, mask or score mod."""
-    found = []
-    for part in parts:
-        for variant in part.variants:
-            model = part.config_of(variant).changed({"precision": "float32", "model.dropout": 0.0}).model
-            for layer in (layer for layer in model.used if layer not in [each for _, each, _ in found]):
+    to_check = []
+    for comparison in comparisons:
+        for variant in comparison.variants:
+            model = comparison.config_of(variant).changed({"precision": "float32", "model.dropout": 0.0}).model
+            for layer in (layer for layer in model.used if layer not in [each for _, each, _ in to_check]):
                 if custom.is_custom(layer.kind) or _has_parts(layer):
-                    found.append((variant.name, layer, model))
-    for name, layer, model in found:
+                    to_check.append((variant.name, layer, model))
+    for name, layer, model in to_check:
         called = layer.kind if custom.is_custom(layer.kind) else name
         if faults := check_layer(layer.make(model), model.width):
             remedy = "fix it, or skip this check with --check=off, in Python check=False"
@@ -357,63 +363,66 @@ def _has_parts(layer: LayerConfig) -> bool:
     return any(getattr(layer, part, None) is not None for part in ("mask", "score_mod"))
 
 
-def _tuning(part: TaskComparison) -> list:
-    return [point for variant in part.variants for point in part.protocol.tuning(variant)]
+def _tuning(comparison: TaskComparison) -> list:
+    return [point for variant in comparison.variants for point in comparison.protocol.tuning(variant)]
 
 
-def _compare(part: TaskComparison, runner: training_runs.Runner, command: Callable[[int], str]) -> _Found:
+def _compare(comparison: TaskComparison, runner: training_runs.Runner, command: Callable[[int], str]) -> _Found:
     """Train, measure and report a part."""
-    folder, protocol, variants = part.folder, part.protocol, part.variants
-    if part.name:
-        print(f"--- {part.name}")
+    folder, protocol, variants = comparison.folder, comparison.protocol, comparison.variants
+    if comparison.name:
+        print(f"--- {comparison.name}")
         folder.mkdir(exist_ok=True)
-    rates, failed = _tune(part, runner)
+    rates, failed = _tune(comparison, runner)
     final = {variant.name: protocol.final(variant, rates[variant.name].chosen) for variant in variants}
     failed |= _train([point for points in final.values() for point in points], folder, runner)
     finished = _finished(final, folder, failed)
     trained = [points[0].config for points in final.values()]
     measured, raced = measuring.measure(finished, folder, runner, trained)
-    speeds = {name: raced.speeds[of[0].name] for name, of in finished.items()} if raced else {}
+    speeds = {name: raced.speeds[runs[0].name] for name, runs in finished.items()} if raced else {}
     results = table.results(protocol, variants, folder, rates, measured, speeds)
     whole = Table.of(table.columns(protocol.measure, len(protocol.seeds), len(variants)), results)
-    found = report.section(part, whole, final, measured, raced, command)
+    section = report.section(comparison, whole, final, measured, raced, command)
     paths.write_csv(folder / table.TABLE, whole.rows)
-    paths.write_text(folder / table.TEXT, whole.shown().markdown(found.sentences, found.notes))
-    print("\n".join([*found.sentences, "", str(found.table), "", *report.remarks(part, whole.rows)]))
-    if found.command:
-        print(f"To decide, add seeds: {found.command}")
+    paths.write_text(folder / table.TEXT, whole.shown().markdown(section.sentences, section.notes))
+    print("\n".join([*section.sentences, "", str(section.table), "", *report.remarks(comparison, whole.rows)]))
+    if section.command:
+        print(f"To decide, add seeds: {section.command}")
     print(f"All columns are in {folder / table.TABLE} and {table.TEXT}, with notes on how to read them.")
-    sections = [found, *_replicate(part, final, measured)]
+    sections = [section, *_replicate(comparison, final, measured)]
     workdirs = {name: [folder / point.name for point in points] for name, points in final.items()}
-    return _Found(whole.rows, sections, workdirs, failed, _about(part, final, measured))
+    return _Found(whole.rows, sections, workdirs, failed, _about(comparison, final, measured))
 
 
-def _tune(part: TaskComparison, runner: training_runs.Runner) -> tuple[dict[str, Rate], dict[str, str]]:
+def _tune(comparison: TaskComparison, runner: training_runs.Runner) -> tuple[dict[str, Rate], dict[str, str]]:
     """Tune each variant's learning rate, extending the rates at an edge; also return the errors of failed runs."""
-    protocol, folder = part.protocol, part.folder
-    tried, rates, failed, ended = dict.fromkeys(part.variants, protocol.rates), {}, {}, set()
+    protocol, folder = comparison.protocol, comparison.folder
+    tried, rates, failed, ended = dict.fromkeys(comparison.variants, protocol.rates), {}, {}, set()
     for extension in range(protocol.extensions + 1):
-        points = [point for variant, of in tried.items() for point in protocol.tuning(variant, of)]
+        points = [point for variant, tried_rates in tried.items() for point in protocol.tuning(variant, tried_rates)]
         new = [point for point in points if point.name not in ended]
         runner.expect(len(new) if extension else 0)
         failed |= _train(new, folder, runner)
         ended |= {point.name for point in new}
-        rates |= {each.name: protocols.chosen_rate(protocol, each, of, folder) for each, of in tried.items()}
-        tried = {each: rates[each.name].extended() for each in tried if rates[each.name].at_edge}
+        rates |= {
+            variant.name: protocols.chosen_rate(protocol, variant, tried_rates, folder)
+            for variant, tried_rates in tried.items()
+        }
+        tried = {variant: rates[variant.name].extended() for variant in tried if rates[variant.name].at_edge}
     return rates, failed
 
 
-def _replicate(part: TaskComparison, final, measured) -> list[page.Section]:
+def _replicate(comparison: TaskComparison, final, measured) -> list[page.Section]:
     """Compare a part's results with the published ones; return no section if there are none."""
-    if part.published is None:
+    if comparison.published is None:
         return []
-    results, step = replication.results(part.published, part.protocol, part.folder, final, measured)
-    config = final[part.variants[0].name][0].config
+    results, step = replication.results(comparison.published, comparison.protocol, comparison.folder, final, measured)
+    config = final[comparison.variants[0].name][0].config
     task = named.parse(config.data.name)
-    chance = task.blind(config.model.context) if task else math.log(vocab_size(part))
-    found = replication.section(part, replication.subjects(part.published, results, chance, step), config)
-    print("\n".join(["", str(found.table), "", *found.notes]))
-    return [found]
+    chance = task.blind(config.model.context) if task else math.log(vocab_size(comparison))
+    section = replication.section(comparison, replication.subjects(comparison.published, results, chance, step), config)
+    print("\n".join(["", str(section.table), "", *section.notes]))
+    return [section]
 
 
 def _train(points, folder: Path, runner: training_runs.Runner) -> dict[str, str]:
@@ -424,30 +433,35 @@ def _train(points, folder: Path, runner: training_runs.Runner) -> dict[str, str]
 
 def _finished(final, folder: Path, failed: Mapping[str, str]) -> dict[str, list[Path]]:
     """Return the folders of the finished runs of each variant that has any."""
-    found = {}
+    finished = {}
     for name, points in final.items():
         workdirs = [folder / point.name for point in points if point.name not in failed]
-        found[name] = [workdir for workdir in workdirs if not protocols.diverged(workdir)]
-    return {name: workdirs for name, workdirs in found.items() if workdirs}
+        finished[name] = [workdir for workdir in workdirs if not protocols.diverged(workdir)]
+    return {name: workdirs for name, workdirs in finished.items() if workdirs}
 
 
-def _about(part: TaskComparison, final, measured: Mapping[str, Mapping]) -> dict[str, str]:
+def _about(comparison: TaskComparison, final, measured: Mapping[str, Mapping]) -> dict[str, str]:
     """Describe how the results were obtained, by name."""
     (first, *_), *_ = final.values()
-    config, model, workdir = first.config, first.config.model, part.folder / first.name
+    config, model, workdir = first.config, first.config.model, comparison.folder / first.name
     saved = read_config(workdir) if (workdir / "config.json").exists() else {}
     tokens = config.batch_size * config.model.context
     about = {
         "date": f"{datetime.date.today():%-d %B %Y}",
         "training": f"{config.steps:,} steps of {tokens:,} tokens: {config.steps * tokens:,} a run, "
-        f"{len(part.protocol.seeds)} seeds, learning rates {', '.join(f'{rate:g}' for rate in part.protocol.rates)}",
+        f"{len(comparison.protocol.seeds)} seeds, learning rates "
+        f"{', '.join(f'{rate:g}' for rate in comparison.protocol.rates)}",
     }
     if saved:
         name, digest, size = (saved["corpus"][key] for key in ("name", "sha256", "characters"))
         about["text"] = f"{name}, {size:,} characters, sha256 {digest}" if size else name
         about["model"] = f"layers {model.num_layers}, heads {model.num_heads}, width {model.width}, context "
-        about["model"] += f"{model.context}; of {part.variants[0].name} {saved['parameters']:,} parameters"
-    for found in measured.values():
-        versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-        about |= {"machine": found["machine"], "versions": versions, "sources": f"sha256 {found['sources']}"}
+        about["model"] += f"{model.context}; of {comparison.variants[0].name} {saved['parameters']:,} parameters"
+    for measurements in measured.values():
+        versions = ", ".join(f"{name} {version}" for name, version in measurements["versions"].items())
+        about |= {
+            "machine": measurements["machine"],
+            "versions": versions,
+            "sources": f"sha256 {measurements['sources']}",
+        }
     return about

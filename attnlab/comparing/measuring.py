@@ -46,11 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     workdirs = list(map(Path, names))
     try:
         custom.load([(file, how) for how in ("import", "run") for file in commands.given(words, how)])
-        found = race(workdirs)._asdict() if "--race" in words else measured(workdirs)
+        results = race(workdirs)._asdict() if "--race" in words else measured(workdirs)
     except UserError as error:
         print(f"error: {commands.one_line(error)}", file=sys.stderr)
         return 2
-    paths.write_text(Path(out), json.dumps(found, indent=1))
+    paths.write_text(Path(out), json.dumps(results, indent=1))
     return 0
 
 
@@ -58,8 +58,8 @@ def measured(workdirs: list[Path]) -> dict:
     """Measure one variant, by table column, on its finished runs, which differ only in the seed."""
     runs = [loading.load(workdir) for workdir in workdirs]
     with precision.products(runs[0].config.precision):
-        found = _costs(runs[0]) | _results(runs, workdirs)
-    return found | {
+        measurements = _costs(runs[0]) | _results(runs, workdirs)
+    return measurements | {
         "machine": provenance.machine(),
         "versions": provenance.versions(),
         "sources": provenance.sources(64),
@@ -70,7 +70,7 @@ def _costs(run: loading.Run) -> dict:
     config, model = run.config, run.model
     program = TrainProgram(config, run.tokenizer.vocab_size)
     memory = program.lower().compile().memory_analysis()
-    found = {
+    costs = {
         "parameters": program.parameters,
         "flops_per_token_train": flops.per_token(model, config.model.context),
         "flops_per_token_decode": flops.per_decoded_token(model, config.model.context),
@@ -82,8 +82,8 @@ def _costs(run: loading.Run) -> dict:
     }
     for times in LONGER if extends(model) else LONGER[:1]:
         length = times * config.model.context
-        found[f"decode_state_bytes_{times}x"] = state_bytes(model.replace(context=length))
-    return found
+        costs[f"decode_state_bytes_{times}x"] = state_bytes(model.replace(context=length))
+    return costs
 
 
 def _results(runs: list[loading.Run], workdirs: list[Path]) -> dict:
@@ -110,9 +110,11 @@ def _accuracies(task: named.Task, runs: list[loading.Run]) -> dict:
         batches = HeldOutBatches(longer, context=length, part="second", **sizes)
         model = runs[0].model.replace(context=length)
         answer = jax.jit(lambda params, tokens, model=model: model.apply(params, tokens).argmax(-1))
-        found = [_accuracy(functools.partial(answer, run.params), batches) for run in runs]
-        by_length[length], answers[length] = [accuracy for accuracy, _ in found], found[0][1]
-    means = {f"accuracy_{times}x": float(np.mean(found)) for times, found in zip(TASK_LENGTHS, by_length.values())}
+        scores = [_accuracy(functools.partial(answer, run.params), batches) for run in runs]
+        by_length[length], answers[length] = [accuracy for accuracy, _ in scores], scores[0][1]
+    means = {
+        f"accuracy_{times}x": float(np.mean(accuracies)) for times, accuracies in zip(TASK_LENGTHS, by_length.values())
+    }
     return means | {"accuracies_by_length": by_length, "answers_by_length": answers}
 
 
@@ -120,8 +122,8 @@ def _accuracy(answer: Callable, batches: HeldOutBatches) -> tuple[float, int]:
     right = count = 0
     for number in range(len(batches)):
         batch = batches[number]
-        place = np.arange(batch.targets.shape[1])
-        counted = (batch.targets >= 0) & (place >= len(place) // 2) & (batch.weight > 0)[:, None]
+        positions = np.arange(batch.targets.shape[1])
+        counted = (batch.targets >= 0) & (positions >= len(positions) // 2) & (batch.weight > 0)[:, None]
         right += ((np.asarray(answer(batch.tokens[:, :-1])) == batch.targets) & counted).sum()
         count += counted.sum()
     return float(right / count), int(count)
@@ -151,8 +153,8 @@ def _mean_losses(run: loading.Run, config: RunConfig, workdir: Path) -> np.ndarr
 
     sums, count = 0.0, 0.0
     for number in range(len(batches)):
-        of_positions, windows = jax.device_get(losses(run.params["params"], batches[number]))
-        sums, count = sums + of_positions.astype(np.float64), count + windows
+        position_sums, windows = jax.device_get(losses(run.params["params"], batches[number]))
+        sums, count = sums + position_sums.astype(np.float64), count + windows
     return sums / count
 
 
@@ -164,14 +166,18 @@ def measure(
 ) -> tuple[dict, Race | None]:
     """Measure the variants one after another, and then race them all; `trained` are their configs."""
     logs = folder / training_runs.LOGS
-    files = {name: logs / f"{of[0].name}-{protocols.digest(of)}.json" for name, of in finished.items()}
-    waiting = {
-        f"measuring {of[0].name}": [files[name], *of] for name, of in finished.items() if not files[name].exists()
+    files = {
+        name: logs / f"{workdirs[0].name}-{protocols.digest(workdirs)}.json" for name, workdirs in finished.items()
     }
-    first = [of[0] for of in finished.values()]
-    of_race = logs / f"race-{protocols.digest(first)}.json"
-    if first and not of_race.exists():
-        waiting["race"] = ["--race", of_race, *first]
+    waiting = {
+        f"measuring {workdirs[0].name}": [files[name], *workdirs]
+        for name, workdirs in finished.items()
+        if not files[name].exists()
+    }
+    first = [workdirs[0] for workdirs in finished.values()]
+    race_file = logs / f"race-{protocols.digest(first)}.json"
+    if first and not race_file.exists():
+        waiting["race"] = ["--race", race_file, *first]
     waiting = {name: list(map(str, words)) for name, words in waiting.items()}
     if runner.jobs:
         code = custom.to_load([config.model for config in trained])
@@ -185,7 +191,7 @@ def measure(
         if error:
             print(f"{name} failed: {error} (see {logs})", file=sys.stderr)
     measured = {name: _measurements(file) for name, file in files.items() if file.exists()}
-    return measured, Race(**_measurements(of_race)) if of_race.exists() else None
+    return measured, Race(**_measurements(race_file)) if race_file.exists() else None
 
 
 def _measurements(file: Path) -> dict:

@@ -58,8 +58,8 @@ def race(workdirs: list[Path]) -> Race:
         for name, speed in contenders.items():
             speeds[name][SPEEDS[0]].append(speed())
     for times in LONGER:
-        for (name, column), found in _decoding(workdirs, times).items():
-            speeds[name][column] = found
+        for (name, column), round_speeds in _decoding(workdirs, times).items():
+            speeds[name][column] = round_speeds
     return Race(provenance.machine(), hour, speeds)
 
 
@@ -143,28 +143,31 @@ def at_equal_time(workdirs: Sequence[Sequence[Path]], speeds: Sequence[Sequence[
       variant's losses against the first's. The verdict is `statistics.OPEN` unless the ratios of the two speeds in all
       rounds lead to the same one. It is None for the first variant, and without speeds.
     """
-    curves = [[protocols.curve(workdir) for workdir in of_variant] for of_variant in workdirs]
-    chance = [[protocols.result(w) if protocols.diverged(w) else None for w in of_variant] for of_variant in workdirs]
+    curves = [[protocols.curve(workdir) for workdir in variant_workdirs] for variant_workdirs in workdirs]
+    chance = [
+        [protocols.result(w) if protocols.diverged(w) else None for w in variant_workdirs]
+        for variant_workdirs in workdirs
+    ]
     medians, verdicts = list(map(np.median, speeds)), [None]
     for n in range(1, len(workdirs)):
-        ratios, found = np.divide(speeds[n], speeds[0]), set()
+        ratios, outcomes = np.divide(speeds[n], speeds[0]), set()
         for ratio in (ratios.min(), np.median(ratios), ratios.max()):
             losses = _losses_after(curves, chance, [*medians[:n], medians[0] * ratio, *medians[n + 1 :]])
-            found.add(statistics.differences(losses[[0, n]], of=len(workdirs) - 1)[0].verdict)
-        verdict = found.pop() if len(found) == 1 else statistics.OPEN
+            outcomes.add(statistics.differences(losses[[0, n]], of=len(workdirs) - 1)[0].verdict)
+        verdict = outcomes.pop() if len(outcomes) == 1 else statistics.OPEN
         verdicts.append(None if np.isnan(ratios).any() else verdict)
     return _losses_after(curves, chance, medians), verdicts
 
 
 def _losses_after(curves, chance, speeds: Sequence[float]) -> np.ndarray:
     """Losses of all runs after the training time of the fastest one; chance level for a run that diverged."""
-    pairs = [list(zip(*of, strict=True)) for of in zip(curves, chance, strict=True)]
-    ends = [c[-1, 0] / speed for of, speed in zip(pairs, speeds) for c, diverged in of if len(c) and diverged is None]
+    pairs = [list(zip(*row, strict=True)) for row in zip(curves, chance, strict=True)]
+    ends = [c[-1, 0] / speed for row, speed in zip(pairs, speeds) for c, diverged in row if len(c) and diverged is None]
     seconds = min((end for end in ends if end > 0), default=math.nan)
     return np.array(
         [
-            [_loss_at(c, seconds * speed) if diverged is None else diverged for c, diverged in of]
-            for of, speed in zip(pairs, speeds)
+            [_loss_at(c, seconds * speed) if diverged is None else diverged for c, diverged in row]
+            for row, speed in zip(pairs, speeds)
         ]
     )
 

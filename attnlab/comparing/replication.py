@@ -28,7 +28,7 @@ class Published(NamedTuple):
       margin: differences up to this size count as 0, for example two standard errors of the published ones.
       differs: how our runs differ from the published ones whatever their config, in sentences.
       length: length of the sequences whose accuracy is published, in multiples of the training length.
-      protocol: published values of config fields; also "seeds" and "learning_rates", the numbers of these.
+      protocol: published values of config fields; also the numbers of "seeds" and "learning_rates".
     """
 
     source: str
@@ -41,22 +41,22 @@ class Published(NamedTuple):
 
 def published(file: str, names: Sequence[str]) -> dict[str, Published]:
     """Read the dictionary PUBLISHED of a Python file or an experiment, by part; {} if it has none."""
-    found, fields_known = {}, {*configs.declared(), "seeds", "learning_rates"}
+    by_part, fields_known = {}, {*configs.declared(), "seeds", "learning_rates"}
     for part, fields in experiments.dictionary(file, "PUBLISHED").items():
         where = f"{file}: PUBLISHED[{part!r}]"
         try:
-            found[part] = Published(**fields)
+            by_part[part] = Published(**fields)
         except TypeError as error:
             raise UserError(f"{where}: {error}: expected a dictionary of {', '.join(Published._fields)}") from error
-        if not isinstance(found[part].results, Mapping) or not isinstance(found[part].protocol, Mapping):
+        if not isinstance(by_part[part].results, Mapping) or not isinstance(by_part[part].protocol, Mapping):
             raise UserError(f"{where}: expected dictionaries for results and protocol")
-        if unknown := {*found[part].results} - {*names} or {*found[part].protocol} - {*fields_known}:
+        if unknown := {*by_part[part].results} - {*names} or {*by_part[part].protocol} - {*fields_known}:
             raise UserError(
                 f"{where} has {min(unknown)!r}: expected variants; in protocol: config fields, seeds, learning_rates"
             )
-        if names[0] not in found[part].results:
+        if names[0] not in by_part[part].results:
             raise UserError(f"{where} has no result of {names[0]!r}, the first variant: add it")
-    return found
+    return by_part
 
 
 def outcome(difference: float, mean: float, half: float, margin: float) -> str:
@@ -79,21 +79,21 @@ def outcome(difference: float, mean: float, half: float, margin: float) -> str:
 
 
 def is_trained(
-    found: Published, results: Mapping[str, Sequence[float]], chance: float, resolution: float = 0.0
+    reported: Published, results: Mapping[str, Sequence[float]], chance: float, resolution: float = 0.0
 ) -> bool:
     """Whether our runs learned enough to be compared with the published ones; arguments as for `subjects`.
 
     The first variant must reach its published result within the margin or half of our interval. The variant whose
     published result is farthest from chance must differ from chance by more than both.
     """
-    (first, *_), best = results, max(found.results, key=lambda name: abs(found.results[name] - chance))
+    (first, *_), best = results, max(reported.results, key=lambda name: abs(reported.results[name] - chance))
 
     def distance(name: str, value: float) -> float:
         # Distance beyond both the margin and half of our interval; NaN without a run.
         mean, half = mean_and_margin(known(results[name]), resolution=resolution)
-        return abs(mean - value) - np.fmax(found.margin, half)
+        return abs(mean - value) - np.fmax(reported.margin, half)
 
-    return not (distance(first, found.results[first]) > 0 or distance(best, chance) <= 0)
+    return not (distance(first, reported.results[first]) > 0 or distance(best, chance) <= 0)
 
 
 class ReplicatedResults(NamedTuple):
@@ -115,21 +115,23 @@ class ReplicatedResults(NamedTuple):
 
 
 def subjects(
-    found: Published, results: Mapping[str, Sequence[float]], chance: float, resolution: float = 0.0
+    reported: Published, results: Mapping[str, Sequence[float]], chance: float, resolution: float = 0.0
 ) -> list[ReplicatedResults]:
     """Compute the rows of a replication from our results of each variant by seed, NaN where a run failed.
 
     The others are compared with the first variant of `results`. `chance` is the result without learning, and
     `resolution` the smallest step between two results.
     """
-    (first, *others), rows, trained = results, [], is_trained(found, results, chance, resolution)
-    for name in (name for name in results if name in found.results):
-        row = ReplicatedResults(name, found.results[name], mean_and_margin(known(results[name]), resolution=resolution))
+    (first, *others), rows, trained = results, [], is_trained(reported, results, chance, resolution)
+    for name in (name for name in results if name in reported.results):
+        row = ReplicatedResults(
+            name, reported.results[name], mean_and_margin(known(results[name]), resolution=resolution)
+        )
         if name != first:
-            expected = found.results[name] - found.results[first]
+            expected = reported.results[name] - reported.results[first]
             paired = known(np.subtract(results[name], results[first]))
             mean, half = mean_and_margin(paired, LEVEL / len(others), 2**0.5 * resolution)
-            ended = outcome(expected, mean, half, found.margin) if trained else "not trained far enough"
+            ended = outcome(expected, mean, half, reported.margin) if trained else "not trained far enough"
             row = row._replace(expected=expected, difference=(mean, half), outcome=ended)
         rows.append(row)
     return rows
@@ -140,25 +142,25 @@ def columns(seeds: int, variants: int) -> list[Column]:
     over = f"± 95 % over {seeds} seeds"
     joint = over if variants == 2 else f"± 95 % for all {variants - 1}, over {seeds} seeds"
     return [
-        Column("variant", "variant", lambda of: of.variant),
-        Column("outcome", "outcome", lambda of: of.outcome, help="By the interval of our difference: see the guide."),
-        Column("published", "published", lambda of: of.published, format=".3f"),
-        *with_interval("ours", "ours", lambda of: of.ours, over),
-        Column("published_difference", "published difference", lambda of: of.expected, format="+.3f"),
-        *with_interval("difference", "our difference", lambda of: of.difference, joint, "+", "Paired by seed."),
+        Column("variant", "variant", lambda row: row.variant),
+        Column("outcome", "outcome", lambda row: row.outcome, help="By the interval of our difference: see the guide."),
+        Column("published", "published", lambda row: row.published, format=".3f"),
+        *with_interval("ours", "ours", lambda row: row.ours, over),
+        Column("published_difference", "published difference", lambda row: row.expected, format="+.3f"),
+        *with_interval("difference", "our difference", lambda row: row.difference, joint, "+", "Paired by seed."),
     ]
 
 
-def results(found: Published, protocol: Protocol, folder: Path, final: Mapping, measured: Mapping) -> tuple:
+def results(reported: Published, protocol: Protocol, folder: Path, final: Mapping, measured: Mapping) -> tuple:
     """Return results by variant and seed at the published length, NaN where a run failed, and the step between two."""
     by_variant, step = {}, 0.0
     for name, points in final.items():
         workdirs = [folder / point.name for point in points]
         by_variant[name] = [result(workdir, protocol.measure) for workdir in workdirs]
-        if found.length == 1:
+        if reported.length == 1:
             step = step or resolution(points[0].config, protocol.measure)
         else:  # not every model accepts the published length, and only finished runs were measured
-            length = str(found.length * points[0].config.model.context)
+            length = str(reported.length * points[0].config.model.context)
             values = measured.get(name, {}).get("accuracies_by_length", {}).get(length, [])
             accuracies = iter(values)
             for at, workdir in enumerate(workdirs):
@@ -168,18 +170,22 @@ def results(found: Published, protocol: Protocol, folder: Path, final: Mapping, 
     return by_variant, step
 
 
-def section(part, rows: Sequence[ReplicatedResults], config: RunConfig) -> page.Section:
+def section(comparison, rows: Sequence[ReplicatedResults], config: RunConfig) -> page.Section:
     """Write `replication.csv` and `replication.md`, and return the page section; `config` is the first variant's."""
-    found, protocol = part.published, part.protocol
+    reported, protocol = comparison.published, comparison.protocol
     ours = config.fields | {"seeds": len(protocol.seeds), "learning_rates": len(protocol.rates)}
-    otherwise = [f"{name} {ours[name]}, not {value}" for name, value in found.protocol.items() if ours[name] != value]
+    otherwise = [
+        f"{name} {ours.get(name, 'is no field of ours')}, not {value}"
+        for name, value in reported.protocol.items()
+        if ours.get(name) != value
+    ]
     notes = [
-        f"Published: {found.source}.",
-        f"Our runs differ: {'; '.join([*otherwise, found.differs])}",
-        f"Outcomes come from the intervals of our differences; published ones up to {found.margin:g} count as 0.",
+        f"Published: {reported.source}.",
+        f"Our runs differ: {'; '.join([*otherwise, reported.differs])}",
+        f"Outcomes come from the intervals of our differences; published ones up to {reported.margin:g} count as 0.",
         "Not trained far enough: the first variant differs from its published result, or the best is at chance.",
     ]
-    whole = Table.of(columns(len(protocol.seeds), len(part.variants)), rows)
-    paths.write_csv(part.folder / TABLE, whole.rows)
-    paths.write_text(part.folder / TEXT, whole.shown().markdown(after=notes))
-    return page.Section(f"{part.name}: published and ours", table=whole.shown(), notes=notes)
+    whole = Table.of(columns(len(protocol.seeds), len(comparison.variants)), rows)
+    paths.write_csv(comparison.folder / TABLE, whole.rows)
+    paths.write_text(comparison.folder / TEXT, whole.shown().markdown(after=notes))
+    return page.Section(f"{comparison.name}: published and ours", table=whole.shown(), notes=notes)

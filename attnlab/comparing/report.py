@@ -50,7 +50,7 @@ class TaskComparison(NamedTuple):
 
 
 def section(
-    part: TaskComparison,
+    comparison: TaskComparison,
     whole: Table,
     final: Mapping[str, list[Point]],
     measured: Mapping,
@@ -61,12 +61,12 @@ def section(
 
     `command(n)` is the command for a comparison over n seeds.
     """
-    measure, rows = part.protocol.measure, whole.rows
+    measure, rows = comparison.protocol.measure, whole.rows
     version = ["version"] * any(row["version"] for row in rows)
-    answer = ["verdict", "difference_p", f"difference_{measure}", measure, table.COSTS[part.match]]
+    answer = ["verdict", "difference_p", f"difference_{measure}", measure, table.COSTS[comparison.match]]
     speeds = {row["variant"]: row["train_tokens_per_second"] or np.nan for row in rows}
     curves = {
-        name: [protocols.curve(part.folder / point.name, speeds[name]) for point in points]
+        name: [protocols.curve(comparison.folder / point.name, speeds[name]) for point in points]
         for name, points in final.items()
     }
     flops = {row["variant"]: row["flops_per_token_train"] for row in rows}
@@ -74,19 +74,19 @@ def section(
     needed = [row["difference_seeds_needed"] or 0 for row in rows]
     needed = max((count for count in needed if count < statistics.MOST_SEEDS), default=0)
     return page.Section(
-        part.name or "text",
+        comparison.name or "text",
         sentences(rows, measure),
         command(needed) if needed else "",
         whole.only("variant", *version, *answer),
         [*_learning(curves, flops, timed), *_against_state(rows, measure), *_against_length(measured)],
-        _notes(part, rows, raced),
-        {"All columns": whole.shown(), "All runs": _runs(part, final)},
+        _notes(comparison, rows, raced),
+        {"All columns": whole.shown(), "All runs": _runs(comparison, final)},
     )
 
 
-def _notes(part: TaskComparison, rows: Sequence[Mapping], raced: Race | None) -> list[str]:
+def _notes(comparison: TaskComparison, rows: Sequence[Mapping], raced: Race | None) -> list[str]:
     """Explain how to read the table, beyond the help of its columns, and append `remarks`."""
-    protocol, seeds, others = part.protocol, len(part.protocol.seeds), len(rows) - 1
+    protocol, seeds, others = comparison.protocol, len(comparison.protocol.seeds), len(rows) - 1
     rates, tuning = ", ".join(f"{rate:g}" for rate in protocol.rates), len(protocol.tuning_seeds)
     extended = any(row["learning_rates_tried"] != " ".join(map("{:g}".format, protocol.rates)) for row in rows)
     rates += ", and more if the best one was the lowest or highest" if extended else ""
@@ -113,20 +113,21 @@ def _notes(part: TaskComparison, rows: Sequence[Mapping], raced: Race | None) ->
     if any(row["verdict"] == table.UNTRAINED for row in rows):
         guess = f"a guess among the tokens of a sequence ({rows[0]['blind']:.3f})"
         notes.append(f"Not trained far enough: neither variant beats {guess} by more than chance.")
-    return [*notes, *remarks(part, rows)]
+    return [*notes, *remarks(comparison, rows)]
 
 
-def remarks(part: TaskComparison, rows: Sequence[Mapping]) -> list[str]:
+def remarks(comparison: TaskComparison, rows: Sequence[Mapping]) -> list[str]:
     """Return warnings about what went wrong or may mislead."""
     edge = (
-        f"its best learning rate is still the lowest or highest after {part.protocol.extensions} extensions: allow more"
+        "its best learning rate is still the lowest or highest after "
+        f"{comparison.protocol.extensions} extensions: allow more"
     )
     notes, horizon = [], rows[0]["tokens_per_parameter"]
     if horizon and horizon < table.EARLY:
         notes.append(
             f"Early: below {table.EARLY} tokens per parameter (here {horizon:.2g}), rankings may change with more."
         )
-    models = {variant.name: part.config_of(variant).model for variant in part.variants}
+    models = {variant.name: comparison.config_of(variant).model for variant in comparison.variants}
     first, *others = models
     layers, positions = models[first].layers, models[first].position_encoding
     both = [name for name in others if models[name].layers != layers and models[name].position_encoding != positions]
@@ -177,23 +178,23 @@ def _sentence(row: Mapping, start: Mapping, measure: str) -> str:
     return text + "."
 
 
-def _runs(part: TaskComparison, final: Mapping[str, list[Point]]) -> Table:
+def _runs(comparison: TaskComparison, final: Mapping[str, list[Point]]) -> Table:
     """Table of all runs: their results, and the fields of their configs that differ from the defaults."""
-    measure, default = part.protocol.measure, RunConfig()
+    measure, default = comparison.protocol.measure, RunConfig()
 
     def result(point: Point) -> float | None:
-        last = [r for r in metrics.read(part.folder / point.name / "metrics.jsonl") if r["split"] == "final"][-1:]
+        last = [r for r in metrics.read(comparison.folder / point.name / "metrics.jsonl") if r["split"] == "final"][-1:]
         return last[0].get(measure) if last else None
 
     def config(point: Point) -> str:
         return " ".join(word.removeprefix("--config.") for word in configs.words(point.config, default))
 
     columns = [
-        Column("variant", "variant", lambda of: of.values["variant"]),
-        Column("seed", "seed", lambda of: of.values["seed"]),
-        Column("learning_rate", "learning rate", lambda of: of.values["learning_rate"], format=".5g"),
+        Column("variant", "variant", lambda point: point.values["variant"]),
+        Column("seed", "seed", lambda point: point.values["seed"]),
+        Column("learning_rate", "learning rate", lambda point: point.values["learning_rate"], format=".5g"),
         Column(measure, measure, result, table.MEASURES[measure][0], ".5g"),
-        Column("folder", "folder", lambda of: of.name),
+        Column("folder", "folder", lambda point: point.name),
         Column("config", "changed config fields", config),
     ]
     return Table.of(columns, [point for points in final.values() for point in points])
@@ -202,12 +203,12 @@ def _runs(part: TaskComparison, final: Mapping[str, list[Point]]) -> Table:
 def _learning(curves: Mapping, flops: Mapping[str, float | None], timed: bool) -> list[Figure]:
     """Plot mean validation loss and its range over seeds: by tokens, seconds if timed, and FLOPs if these differ."""
     series, spread = [{} for _ in COLUMNS], [{} for _ in COLUMNS]
-    for name, of_variant in curves.items():
-        found = [curve for curve in of_variant if len(curve)]
-        shared = min(map(len, found), default=0)  # a run that diverged has fewer validations
+    for name, variant_curves in curves.items():
+        drawn = [curve for curve in variant_curves if len(curve)]
+        shared = min(map(len, drawn), default=0)  # a run that diverged has fewer validations
         if shared:
-            losses = np.array([curve[:shared, 2] for curve in found])
-            tokens, seconds = (np.mean([curve[:shared, at] for curve in found], axis=0) for at in (0, 1))
+            losses = np.array([curve[:shared, 2] for curve in drawn])
+            tokens, seconds = (np.mean([curve[:shared, at] for curve in drawn], axis=0) for at in (0, 1))
             for at, x in enumerate((tokens, seconds, tokens * (flops[name] or np.nan))):
                 series[at][name], spread[at][name] = (x, losses.mean(0)), (losses.min(0), losses.max(0))
     wanted = [True, timed, len(set(flops.values())) > 1 and None not in flops.values()]
@@ -232,8 +233,8 @@ def _against_state(rows: Sequence[Mapping], measure: str) -> list[Figure]:
 
 def _against_length(measured: Mapping[str, Mapping]) -> list[Figure]:
     series, spread = {}, {}
-    for name, found in measured.items():
-        by_length = found.get("accuracies_by_length", {})
+    for name, measurements in measured.items():
+        by_length = measurements.get("accuracies_by_length", {})
         means = np.array([statistics.mean_and_margin(values) for values in by_length.values()]).reshape(-1, 2).T
         if by_length:
             half = np.nan_to_num(means[1])

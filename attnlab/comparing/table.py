@@ -78,9 +78,11 @@ def results(
 ) -> list[VariantResults]:
     """Collect all variants' results in order; `measured`, and `speeds` from one race, are by variant and column."""
     measure, points = protocol.measure, [protocol.final(variant, rates[variant.name].chosen) for variant in variants]
-    workdirs = [[folder / point.name for point in of_variant] for of_variant in points]
-    found = {
-        name: np.array([[protocols.result(workdir, name) for workdir in of_variant] for of_variant in workdirs])
+    workdirs = [[folder / point.name for point in variant_points] for variant_points in points]
+    values = {
+        name: np.array(
+            [[protocols.result(workdir, name) for workdir in variant_workdirs] for variant_workdirs in workdirs]
+        )
         for name in dict.fromkeys((measure, "loss"))
     }
     raced = [speeds.get(variant.name, {}) for variant in variants]
@@ -88,19 +90,19 @@ def results(
     sign = -1 if measure == "accuracy" else 1  # the lower result is the better one
     config = points[0][0].config
     resolution = protocols.resolution(config, measure)
-    compared = [None, *statistics.differences(sign * found[measure], resolution)]
+    compared = [None, *statistics.differences(sign * values[measure], resolution)]
     task = named.parse(config.data.name)
     blind = task.blind(config.model.context) if task else None
-    untrained = [task is not None and _is_blind(row, blind, resolution) for row in found[measure]]
+    untrained = [task is not None and _is_blind(row, blind, resolution) for row in values[measure]]
     return [
         VariantResults(
             variant=variant,
             rate=rates[variant.name],
             version=overrides.version(points[n][0].config) or None,
             diverged=sum(map(protocols.diverged, workdirs[n])),
-            results={name: rows[n] for name, rows in found.items()},
+            results={name: rows[n] for name, rows in values.items()},
             resolution=resolution,
-            pairs=found[measure][n] - found[measure][0],
+            pairs=values[measure][n] - values[measure][0],
             difference=compared[n] and compared[n]._replace(mean=sign * compared[n].mean + 0.0),
             verdict=None if not n else UNTRAINED if untrained[0] and untrained[n] else compared[n].verdict,
             edge=rates[variant.name].at_edge or rates[variants[0].name].at_edge,
@@ -199,13 +201,13 @@ def _certainty(unit: str) -> list[Column]:
         return lambda of: value(of.difference) if of.verdict == OPEN else None
 
     def needed(at: int) -> Callable[[VariantResults], int | None]:
-        return when_open(lambda found: found.seeds_needed and found.seeds_needed[at])
+        return when_open(lambda difference: difference.seeds_needed and difference.seeds_needed[at])
 
     return [
         Column(
             "difference_detectable",
             "detectable",
-            when_open(lambda found: _number(found.detectable)),
+            when_open(lambda difference: _number(difference.detectable)),
             unit,
             ".4f",
             "The smallest difference that these seeds would detect with 80 % power.",
@@ -277,14 +279,14 @@ def _measurements(measure: str) -> list[Column]:
         ("decode_state_bytes_8x", "", "", "For a text eight times as long."),
     ]
 
-    def of_file(key: str) -> Callable[[VariantResults], Any]:
+    def measurement(key: str) -> Callable[[VariantResults], Any]:
         return lambda of: of.measured.get(key)
 
     def certificate(key: str) -> Callable[[VariantResults], Any]:
         return lambda of: (of.measured.get("certificate") or {}).get(key)
 
     return [
-        *(Column(key, title, of_file(key), format=format, help=help) for key, title, format, help in measured),
+        *(Column(key, title, measurement(key), format=format, help=help) for key, title, format, help in measured),
         Column(
             "tokens_per_parameter",
             "tokens/parameter",
@@ -325,8 +327,8 @@ def _at_length(measure: str, times: int) -> tuple[str, str, str]:
 
 
 def _speeds() -> list[Column]:
-    def speed(name: str, of_rounds: Callable = np.median) -> Callable[[VariantResults], float | None]:
-        return lambda of: float(of_rounds(of.speeds[name])) if name in of.speeds else None
+    def speed(name: str, reduce: Callable = np.median) -> Callable[[VariantResults], float | None]:
+        return lambda of: float(reduce(of.speeds[name])) if name in of.speeds else None
 
     trained, *others = SPEEDS
     titles = dict(zip(others, ("prefill tokens/s", "", "decode tokens/s", "decode tokens/s at 8×"), strict=True))

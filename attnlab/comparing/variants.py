@@ -41,22 +41,22 @@ class Variant(NamedTuple):
     def config(self, base: RunConfig) -> RunConfig:
         """Return the variant's config; raise UserError if it is invalid, or changes `SHARED` or `CHOSEN` fields."""
         try:
-            if not isinstance(found := self.apply(base), RunConfig):
-                raise UserError(f"its function returned {found!r}: expected a RunConfig, such as config.changed(…)")
-            found.check_effects()
+            if not isinstance(config := self.apply(base), RunConfig):
+                raise UserError(f"its function returned {config!r}: expected a RunConfig, such as config.changed(…)")
+            config.check_effects()
         except UserError as error:
             raise UserError(f"variant {self.name!r}: {error}") from error
         except Exception as error:  # whatever a user's function raises
             raise UserError(f"variant {self.name!r}: {type(error).__name__}: {error}") from error
         before = base.fields
-        changed = [field for field, value in found.fields.items() if field in before and value != before[field]]
+        changed = [field for field, value in config.fields.items() if field in before and value != before[field]]
         for field in sorted(changed, key="data.name".__eq__):  # last, because a path sets it as well
             if field in CHOSEN:
                 raise UserError(f"variant {self.name!r}: the comparison chooses config.{field}: remove it")
             if field.startswith(SHARED):
                 why = "must be equal in all variants, because losses are compared after equally many tokens of one text"
                 raise UserError(f"variant {self.name!r}: config.{field} {why}: set it for the whole comparison")
-        return found
+        return config
 
 
 def of_values(variants: Mapping[str, Any]) -> list[Variant]:
@@ -66,10 +66,10 @@ def of_values(variants: Mapping[str, Any]) -> list[Variant]:
     _check_kinds([what.get("model.layers") if isinstance(what, Mapping) else what for what in variants.values()])
     if wrong := [name for name in variants if not isinstance(name, str) or not name.strip() or "\n" in name]:
         raise UserError(f"variant {wrong[0]!r}: expected a name of one line")
-    found = [Variant(name, _function(name, what)) for name, what in variants.items()]
-    if len(found) < 2:
+    named_variants = [Variant(name, _function(name, what)) for name, what in variants.items()]
+    if len(named_variants) < 2:
         raise UserError('one variant: name another to compare it with, e.g. --variant "alibi: model.positions=alibi"')
-    return found
+    return named_variants
 
 
 def _function(name: str, what) -> Callable[[RunConfig], RunConfig]:
@@ -112,18 +112,18 @@ def _check_kinds(layers: Sequence) -> None:
 
 def parse(texts: Sequence[str], file: str | None) -> dict[str, Any]:
     """Read the definitions of variants from texts "NAME: FIELD=VALUE …" and from the dictionary VARIANTS of a file."""
-    found = [_parsed(text) for text in texts]
+    definitions = [_parsed(text) for text in texts]
     in_file = experiments.dictionary(file, "VARIANTS") if file else {}
     if file and not in_file:
         raise UserError(
             f"{file} has no dictionary VARIANTS from names to fields and values: write one, or name variants "
             'with --variant "NAME: FIELD=VALUE"'
         )
-    found += in_file.items()
-    names = [name for name, _ in found]
+    definitions += in_file.items()
+    names = [name for name, _ in definitions]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"--variant={twice[0]!r} is given twice: choose another name")
-    return dict(found)
+    return dict(definitions)
 
 
 def _parsed(text: str) -> tuple[str, str]:
@@ -168,7 +168,7 @@ def _matched(variant: Variant, base: RunConfig, vocab_size: int, of: str, wanted
     model = variant.config(base).model
     is_whole = of == "state"
     step = model.num_heads * (2 if model.position_encoding == "rotary" else 1) if is_whole else 1
-    own, low, high = (model.width, step, 2 * step) if is_whole else (model.hidden, 0, 2)
+    current, low, high = (model.width, step, 2 * step) if is_whole else (model.hidden, 0, 2)
 
     def changes(width: int) -> dict:
         return {"model.width": width} if is_whole else {"model.mlp_ratio": width / model.width}
@@ -187,7 +187,7 @@ def _matched(variant: Variant, base: RunConfig, vocab_size: int, of: str, wanted
         middle = (low + high) // (2 * step) * step
         low, high = (middle, high) if size_at(middle) < wanted else (low, middle)
     # The variant's own width comes first, so that it wins if the size does not depend on the width.
-    width = min((own, low, high), key=lambda width: abs(size_at(width) - wanted))
+    width = min((current, low, high), key=lambda width: abs(size_at(width) - wanted))
     close = abs(size_at(width) / wanted - 1) <= CLOSE[of]
     return variant._replace(apply=functools.partial(_changed, variant.apply, changes(width)), comparable=close)
 

@@ -120,8 +120,8 @@ class TrainBatches:
         starts = np.empty_like(numbers)
         for text, order in enumerate(orders):
             starts[which == text] = order.starts(numbers[which == text])
-        found = _windows(self._texts, which, starts)
-        return [None if x is None else x.reshape(len(steps), -1, x.shape[-1]) for x in found]
+        windows = _windows(self._texts, which, starts)
+        return [None if x is None else x.reshape(len(steps), -1, x.shape[-1]) for x in windows]
 
 
 class Stacked:

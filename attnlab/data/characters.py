@@ -58,9 +58,9 @@ def parts(pieces: Iterable[str], size: int = 100_000, word_end: re.Pattern = WOR
     for piece in pieces:
         start, search_from = 0, max(size, len(text) - 1)  # no match before this
         text += piece
-        while found := word_end.search(text, search_from):
-            yield text[start : found.end()]
-            start, search_from = found.end(), found.end() + size
+        while match := word_end.search(text, search_from):
+            yield text[start : match.end()]
+            start, search_from = match.end(), match.end() + size
         text = text[start:]
     if text:
         yield text

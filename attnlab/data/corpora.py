@@ -88,12 +88,12 @@ class Corpus:
             return "".join(piece.text for piece in self.source.pieces())
         block = max(1, size * self.characters // self.bytes // BLOCKS)
         starts = [number * (self.characters - block) // (BLOCKS - 1) for number in range(BLOCKS)]
-        found, position = [], 0
+        blocks, position = [], 0
         for text in (piece.text for piece in self.source.pieces()):
             first, last = bisect.bisect(starts, position - block), bisect.bisect_left(starts, position + len(text))
-            found += [text[max(start - position, 0) : start + block - position] for start in starts[first:last]]
+            blocks += [text[max(start - position, 0) : start + block - position] for start in starts[first:last]]
             position += len(text)
-        return "".join(found)
+        return "".join(blocks)
 
 
 class Mixture(NamedTuple):
@@ -164,10 +164,10 @@ def load(
         raise UserError("data.path and data.mixture are both set: name the path in the mixture, as PATH=WEIGHT")
     weights = parse_mixture(mixture) if mixture else {name: 1}
     paths = {each: "" if _is_named(each) else each for each in weights} if mixture else {name: path}
-    found = {each: _find(each, paths[each], feature) for each in weights}
-    if feature and not any(source.feature == feature for source in found.values()):
+    by_name = {each: _find(each, paths[each], feature) for each in weights}
+    if feature and not any(source.feature == feature for source in by_name.values()):
         raise UserError(f"data.feature = {feature!r}, but {path or ', '.join(weights)} has no features: remove it")
-    parts = [_scanned(each, path or each, source, validation_fraction, quiet) for each, source in found.items()]
+    parts = [_scanned(each, path or each, source, validation_fraction, quiet) for each, source in by_name.items()]
     return Mixture(tuple(parts), tuple(weights.values())) if mixture else parts[0]
 
 
@@ -206,18 +206,18 @@ def parse_mixture(mixture: str) -> dict[str, int]:
     Raises:
       UserError: `mixture` does not have this form.
     """
-    found = {}
+    fractions = {}
     for entry in mixture.split(","):
         name, _, weight = (word.strip() for word in entry.rpartition("="))
-        if not name or name in found or not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", weight) or not Fraction(weight):
+        if not name or name in fractions or not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", weight) or not Fraction(weight):
             raise UserError(
                 f"data.mixture: {entry.strip()!r}: expected NAME=WEIGHT with a positive weight, separated by commas, "
                 "each name once"
             )
-        found[name] = Fraction(weight)
-    weights = found.values()
+        fractions[name] = Fraction(weight)
+    weights = fractions.values()
     unit = Fraction(math.gcd(*(w.numerator for w in weights)), math.lcm(*(w.denominator for w in weights)))
-    return {name: int(weight / unit) for name, weight in found.items()}
+    return {name: int(weight / unit) for name, weight in fractions.items()}
 
 
 def _is_named(name: str) -> bool:

@@ -51,7 +51,7 @@ class LibraryTokenizer(characters.Tokenizer):
         # A partial or unnormalized character may stand for any that is not ASCII.
         ends = r"[!-~]" if "\ufffd" in spanned or (spanned and is_normalized) else r"\S"
         after = {token["content"][0] for token in added if prepends}
-        excluded, after = (re.escape("".join(sorted(found))) for found in (spanned | {"▁"}, after))
+        excluded, after = (re.escape("".join(sorted(chars))) for chars in (spanned | {"▁"}, after))
         follows = (rf"[^{after}]" if after else r"[\s\S]") if prepends else ""
         return re.compile(rf"(?![{excluded}]){ends}(?=[{before}]{follows})")
 

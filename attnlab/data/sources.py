@@ -103,12 +103,12 @@ def _kind(path: str) -> str:
 
 def stamps(paths: Iterable[str]) -> list:
     """The path, size, time and inode of each file."""
-    found = []
+    entries = []
     for path in paths:
         with one_line(path):
             stat = os.stat(path)
-        found.append([path, stat.st_size, stat.st_mtime_ns, stat.st_ino])
-    return found
+        entries.append([path, stat.st_size, stat.st_mtime_ns, stat.st_ino])
+    return entries
 
 
 def joined(documents: Iterable[str], separator: str = SEPARATOR, held_out: bool = False) -> Iterator[Piece]:
@@ -193,12 +193,12 @@ def _parquet_file(path: str, feature: str) -> Iterator[str]:
 
 def _text_of(record: dict, where: str, feature: str) -> str:
     if feature not in record:
-        there = ", ".join(itertools.islice(record, 20)) or "(none)"
-        raise UserError(f"{where} has no {feature!r}: choose one of {there} with --config.data.feature=…")
+        names = ", ".join(itertools.islice(record, 20)) or "(none)"
+        raise UserError(f"{where} has no {feature!r}: choose one of {names} with --config.data.feature=…")
     text = record[feature]
     if not isinstance(text, str):
-        found = "null" if text is None else f"a {type(text).__name__}"
-        raise UserError(f"{where}: {feature!r} is {found}: expected text; drop such documents first")
+        kind = "null" if text is None else f"a {type(text).__name__}"
+        raise UserError(f"{where}: {feature!r} is {kind}: expected text; drop such documents first")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -64,8 +64,8 @@ def score(run, texts: Sequence[str], *, batch_size: int = 8) -> list[Score]:
     if run.tokenizer is None:
         raise ValueError("the run has no tokenizer: score token ids with attnlab.generation.scoring.logprobs")
     ids = [run.tokenizer.encode(text) for text in texts]
-    found = logprobs(run.model, run.params, ids, batch_size=batch_size)
-    return [_score(text, len(tokens), row) for text, tokens, row in zip(texts, ids, found)]
+    rows = logprobs(run.model, run.params, ids, batch_size=batch_size)
+    return [_score(text, len(tokens), row) for text, tokens, row in zip(texts, ids, rows)]
 
 
 def _score(text: str, length: int, logprobs: np.ndarray) -> Score:
@@ -77,13 +77,13 @@ def _score(text: str, length: int, logprobs: np.ndarray) -> Score:
 
 def logprobs(model: GPT, params, texts: Sequence[np.ndarray], *, batch_size: int = 8) -> list[np.ndarray]:
     """Log-probabilities, float32 `[length − 1]`, of the tokens of each text, int `[length]`; see `score`."""
-    found = [np.zeros(max(0, len(text) - 1), np.float32) for text in texts]
-    windows = [(at, start) for at, row in enumerate(found) for start in _starts(len(row), model.config.context)]
+    log_p = [np.zeros(max(0, len(text) - 1), np.float32) for text in texts]
+    windows = [(at, start) for at, row in enumerate(log_p) for start in _starts(len(row), model.config.context)]
     # Batch windows of similar lengths, because shorter ones are padded.
-    windows.sort(key=lambda window: -min(model.config.context, len(found[window[0]]) - window[1]))
+    windows.sort(key=lambda window: -min(model.config.context, len(log_p[window[0]]) - window[1]))
     for first in range(0, len(windows), batch_size):
         batch = windows[first : first + batch_size]
-        length = min(model.config.context, max(len(found[at]) - start for at, start in batch))
+        length = min(model.config.context, max(len(log_p[at]) - start for at, start in batch))
         tokens = np.zeros((batch_size, min(model.config.context, 1 << (length - 1).bit_length()) + 1), np.int32)
         for row, (at, start) in zip(tokens, batch):
             window = texts[at][start : start + len(row)]
@@ -91,9 +91,9 @@ def logprobs(model: GPT, params, texts: Sequence[np.ndarray], *, batch_size: int
         losses = np.asarray(_losses(model, params, tokens[:, :-1], tokens[:, 1:]))
         for row, (at, start) in zip(losses, batch):
             done = model.config.context - _stride(model.config.context) if start else 0  # scored by earlier windows
-            target = found[at][start + done : start + len(row)]
+            target = log_p[at][start + done : start + len(row)]
             target[:] = -row[done : done + len(target)]
-    return found
+    return log_p
 
 
 def _starts(count: int, context: int) -> range:

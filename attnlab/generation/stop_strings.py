@@ -33,8 +33,8 @@ def cut(text: str, strings: Sequence[str]) -> tuple[str, str | None]:
 
     If two strings end together, it is the longer one. So a growing text is cut at the same place whatever its pieces.
     """
-    found = [(at + len(string), at, string) for string in strings if (at := text.find(string)) >= 0]
-    return (text[: min(found)[1]], min(found)[2]) if found else (text, None)
+    matches = [(at + len(string), at, string) for string in strings if (at := text.find(string)) >= 0]
+    return (text[: min(matches)[1]], min(matches)[2]) if matches else (text, None)
 
 
 def before_stop(pieces: Iterable[str], strings: Sequence[str]) -> Iterator[str]:

@@ -132,12 +132,12 @@ def load(
     # Load parameters with several tensors, such as stacked layers, one after another, so that few are incomplete.
     by_leaves = operator.attrgetter("leaves")
     for leaves, slices in itertools.groupby(sorted(tensors, key=by_leaves), key=by_leaves):
-        found = {leaf: _empty(wanted[leaf], dtype) for leaf in leaves}
+        loaded = {leaf: _empty(wanted[leaf], dtype) for leaf in leaves}
         for tensor in slices:
-            parts = [array if tensor.slice is None else array[tensor.slice] for array in found.values()]
+            parts = [array if tensor.slice is None else array[tensor.slice] for array in loaded.values()]
             parts = [part.reshape(tensor.inputs, tensor.groups, -1) for part in parts]
             _fill(parts, tensor, state, f"{source}: {tensor.name}")
-        for leaf, array in found.items():
+        for leaf, array in loaded.items():
             if places is None:
                 flat[leaf] = jax.device_put(array)
             else:
@@ -221,15 +221,15 @@ def bare(variables) -> dict:
 
 def check(params, shapes, model: str) -> None:
     """Raise UserError with a path unless parameters have these `shapes`; `model` names the module in errors."""
-    found = {path: np.shape(leaf) for path, leaf in traverse_util.flatten_dict(params, sep="/").items()}
+    actual = {path: np.shape(leaf) for path, leaf in traverse_util.flatten_dict(params, sep="/").items()}
     wanted = flat_shapes(shapes)
-    if missing := [path for path in wanted if path not in found]:
+    if missing := [path for path in wanted if path not in actual]:
         raise UserError(f"the parameters lack {_few(missing)}, which {model} has")
-    if extra := [path for path in found if path not in wanted]:
+    if extra := [path for path in actual if path not in wanted]:
         raise UserError(f"the parameters hold {_few(extra)}, which {model} does not have")
     for path, shape in wanted.items():
-        if found[path] != shape:
-            raise UserError(f"parameter {path} has shape {found[path]}, expected {shape} in {model}")
+        if actual[path] != shape:
+            raise UserError(f"parameter {path} has shape {actual[path]}, expected {shape} in {model}")
 
 
 def shapes_of(module, *inputs):

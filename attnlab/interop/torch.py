@@ -168,10 +168,10 @@ def _equivalent(source) -> tuple[nn.Module, dict, list[tensors.Tensor]]:
                 )
             module, widths, lines = describe(source)
             shapes = tensors.shapes_of(module, *(jnp.zeros((1, 1, width)) for width in widths))
-            found = tensors.named(tensors.flat_shapes(shapes), "", "", lines)
+            entries = tensors.named(tensors.flat_shapes(shapes), "", "", lines)
             # Names of input projections end with "_weight".
-            found = [each._replace(name=re.sub(r"([nqkv]_proj)\.", r"\1_", each.name)) for each in found]
-            return module, shapes, [each for each in found if each.name in source.state_dict()]
+            entries = [each._replace(name=re.sub(r"([nqkv]_proj)\.", r"\1_", each.name)) for each in entries]
+            return module, shapes, [each for each in entries if each.name in source.state_dict()]
     raise UserError(
         f"from_torch cannot convert a {type(source).__name__}: expected torch.nn.MultiheadAttention or "
         "torch.nn.TransformerEncoderLayer"

@@ -71,9 +71,9 @@ def check_tokens(config, tokens, caches, segments, lengths) -> None:
         return
     alone = hasattr(caches, "length")  # one layer's cache, itself a tuple
     if alone or len(caches) != config.num_layers:
-        found = f"one {type(caches).__name__}" if alone else f"a sequence of {len(caches)}"
+        actual = f"one {type(caches).__name__}" if alone else f"a sequence of {len(caches)}"
         remedy = f"make them with model.init_caches(batch={tokens.shape[0]})"
-        raise ValueError(f"caches is {found}, expected a sequence of num_layers = {config.num_layers}: {remedy}")
+        raise ValueError(f"caches is {actual}, expected a sequence of num_layers = {config.num_layers}: {remedy}")
     for number, cache in enumerate(caches):
         config.layer(number).make(config).check_cache(cache, tokens.shape[0], config.width, f"caches[{number}]")
 

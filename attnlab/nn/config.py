@@ -131,12 +131,12 @@ class ModelConfig:
         >>> [layer.window for layer in config.layers], config.width
         ([16, None], 64)
         """
-        own, changes = {}, {}
+        model_fields, changes = {}, {}
         layers = _layers(values["layers"], self.layers) if "layers" in values else self.layers
         for name, value in values.items():
             first, _, rest = name.partition(".")
             if first not in KINDS and not re.fullmatch(_LAYER, first):
-                own[name] = value
+                model_fields[name] = value
             elif isinstance(value, LayerConfig):
                 layers = _with(layers, first, value)
             elif rest or isinstance(value, Mapping):
@@ -145,7 +145,7 @@ class ModelConfig:
                 raise FieldError(name, value, "expected a mapping of options, or the config of a layer")
         for name, change in changes.items():
             layers = _with(layers, name, change)
-        return changed(self, own | {"layers": layers})
+        return changed(self, model_fields | {"layers": layers})
 
     def __post_init__(self):
         validate(self)
@@ -166,10 +166,10 @@ class ModelConfig:
     @functools.cached_property
     def used(self) -> tuple[LayerConfig, ...]:
         """The distinct configs of the model's layers."""
-        found = []
+        distinct = []
         for layer in self.layers[: self.num_layers]:
-            found += [layer] * (layer not in found)
-        return tuple(found)
+            distinct += [layer] * (layer not in distinct)
+        return tuple(distinct)
 
     @property
     def kinds(self) -> str:
@@ -241,12 +241,12 @@ def _layers(layers: str | LayerConfig | Sequence[LayerConfig], now: Sequence[Lay
         return (layers,) if isinstance(layers, LayerConfig) else tuple(layers)
     if (words := words_of(layers)) == [layer.kind for layer in now]:
         return tuple(now)
-    found = {}
+    by_kind = {}
     for layer in now:
-        if layer.kind in words and found.setdefault(layer.kind, layer) != layer:
+        if layer.kind in words and by_kind.setdefault(layer.kind, layer) != layer:
             expected = f"the layers of kind {layer.kind} have different options: expected configs of layers"
             raise FieldError("layers", layers, expected)
-    return tuple(found.get(word) or KINDS[word]() for word in words)
+    return tuple(by_kind.get(word) or KINDS[word]() for word in words)
 
 
 def _with(layers: Sequence[LayerConfig], name: str, change: Mapping[str, Any] | LayerConfig) -> tuple[LayerConfig, ...]:

@@ -70,18 +70,18 @@ def reached(text: str, names: Sequence[str]) -> str:
     defined = {each: [node for node in body if each in _defined(node)] for node in body for each in _defined(node)}
     wanted = [name for name in names if name in defined] or list(defined)  # for a class within a function, all
     end = min((body.index(defined[name][0]) for name in wanted), default=len(body))
-    found = {node.lineno: node for node in body[:end] if not _defined(node)}
-    wanted += [each.id for node in found.values() for each in ast.walk(node) if isinstance(each, ast.Name)]
+    nodes = {node.lineno: node for node in body[:end] if not _defined(node)}
+    wanted += [each.id for node in nodes.values() for each in ast.walk(node) if isinstance(each, ast.Name)]
     while wanted:
         for node in defined.get(wanted.pop(), ()):
-            if node.lineno not in found:
-                found[node.lineno] = node
+            if node.lineno not in nodes:
+                nodes[node.lineno] = node
                 wanted += [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
     lines = text.splitlines()
     first = {
-        at: min(each.lineno for each in (node, *getattr(node, "decorator_list", ()))) for at, node in found.items()
+        at: min(each.lineno for each in (node, *getattr(node, "decorator_list", ()))) for at, node in nodes.items()
     }
-    return "\n".join("\n".join(lines[first[at] - 1 : found[at].end_lineno]) for at in sorted(found))
+    return "\n".join("\n".join(lines[first[at] - 1 : nodes[at].end_lineno]) for at in sorted(nodes))
 
 
 def _is_of_script(node) -> bool:
@@ -104,12 +104,12 @@ def _defined(node) -> set[str]:
 
 def _with_other_cells(text: str, names: Mapping[str, Any]) -> str:
     """A cell's text, after the statements of other cells that define the names it uses."""
-    found, parts = {each for node in ast.parse(text).body for each in _defined(node)}, []
+    defined, parts = {each for node in ast.parse(text).body for each in _defined(node)}, []
 
     def add(text: str) -> None:
-        for name in sorted(_globals(symtable.symtable(text, "cell", "exec")) & {*names} - found):
-            if name not in found:
-                found.add(name)
+        for name in sorted(_globals(symtable.symtable(text, "cell", "exec")) & {*names} - defined):
+            if name not in defined:
+                defined.add(name)
                 add(_definition(name, names[name]))
         parts.append(text)
 
@@ -128,8 +128,8 @@ def _definition(name: str, value) -> str:
     """The statement that defines a name: its literal value, or code of its own cell or of the last; "" for none."""
     with contextlib.suppress(ValueError, SyntaxError, MemoryError):
         return f"{name} = {ast.literal_eval(repr(value))!r}"
-    own = [function.__code__.co_filename for function in functions(value)]
-    for text in map(cell, [*own, *reversed(linecache.cache)]):
+    filenames = [function.__code__.co_filename for function in functions(value)]
+    for text in map(cell, [*filenames, *reversed(linecache.cache)]):
         with contextlib.suppress(SyntaxError):
             for node in reversed(ast.parse(text).body):
                 if name in _defined(node):

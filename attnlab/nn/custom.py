@@ -121,8 +121,8 @@ def import_file(file: str | Path) -> list[str]:
     path = Path(file).expanduser().absolute()
     module, text = run(path), copies.text_of(path)
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    own = {n: x for n, x in public.items() if not _is_code(x) or x.__module__ == module.__name__}
-    parts = {name: value for name, value in own.items() if _is_part(value)}
+    defined = {n: x for n, x in public.items() if not _is_code(x) or x.__module__ == module.__name__}
+    parts = {name: value for name, value in defined.items() if _is_part(value)}
     if not parts and not any(_is_code(x) and x.__module__ == module.__name__ for x in public.values()):
         raise UserError(f"--import={file}: it defines no layer, score mod or mask")
     configs = [value for value in parts.values() if _is_class(value, LayerConfig)]
@@ -155,17 +155,17 @@ def to_load(models: Sequence[ModelConfig]) -> list[tuple[str, str]]:
     Raises:
       UserError: code exists only in this process, or its name means something else in its file.
     """
-    found, files_ = {}, {module.__file__ for name, module in list(sys.modules.items()) if name.startswith(_RUN)}
+    modes, run_files = {}, {module.__file__ for name, module in list(sys.modules.items()) if name.startswith(_RUN)}
     layers = list({layer: None for model in models for layer in model.layers})
     for layer in layers:
         if layer.kind in _SOURCES:
             name, path = layer.kind, str(_SOURCES[layer.kind][2])
-            found[path] = _checked(name, path, "import", path in files_)
+            modes[path] = _checked(name, path, "import", path in run_files)
         for part in records.code_of(layer):
             place = records.named(part)
             path, is_found = place["file"], records.in_module(place) is part
-            found[path] = _checked(place["name"], path, found.get(path, "run"), path in files_ and is_found)
-    return list(found.items())
+            modes[path] = _checked(place["name"], path, modes.get(path, "run"), path in run_files and is_found)
+    return list(modes.items())
 
 
 def _checked(name: str, path: str, how: str, is_valid: bool) -> str:
@@ -185,19 +185,19 @@ def load(code: Sequence[tuple[str, str]]) -> None:
 
 def sources(layers: Sequence[LayerConfig]) -> dict[str, Source]:
     """The sources of custom kinds and of code in masks and score mods, with the code that they reach in their files."""
-    found = {layer.kind: _SOURCES[layer.kind][1:] for layer in layers if layer.kind in _SOURCES}
+    parts = {layer.kind: _SOURCES[layer.kind][1:] for layer in layers if layer.kind in _SOURCES}
     for part in (part for layer in layers for part in records.code_of(layer) if "<" not in part.__qualname__):
         with contextlib.suppress(UserError):  # it has no file
-            found.setdefault(part.__qualname__, copies.source_of(part, part))
-    names = {path: [name for name, of, _ in found.values() if of == path] for _, path, _ in found.values()}
-    return {each: Source(path, text and copies.reached(text, names[path])) for each, (_, path, text) in found.items()}
+            parts.setdefault(part.__qualname__, copies.source_of(part, part))
+    names = {path: [name for name, file, _ in parts.values() if file == path] for _, path, _ in parts.values()}
+    return {each: Source(path, text and copies.reached(text, names[path])) for each, (_, path, text) in parts.items()}
 
 
 def code(model: ModelConfig) -> dict[str, Path]:
     """The files of a model's user code: of custom kinds, and of functions and classes in masks and score mods."""
-    found = {layer.kind: _SOURCES[layer.kind][2] for layer in model.layers if layer.kind in _SOURCES}
+    by_name = {layer.kind: _SOURCES[layer.kind][2] for layer in model.layers if layer.kind in _SOURCES}
     parts = (part for layer in model.layers for part in records.code_of(layer))
-    return found | {part.__qualname__: Path(records.named(part)["file"]) for part in parts}
+    return by_name | {part.__qualname__: Path(records.named(part)["file"]) for part in parts}
 
 
 def layers_of(value) -> str | LayerConfig | Sequence[LayerConfig]:

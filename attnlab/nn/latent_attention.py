@@ -108,17 +108,17 @@ class LatentAttention(checks.MaskedModule, Layer):
         def norm(name, y):
             return RMSNorm(self.norm_epsilon, dtype=self.dtype, name=name)(y)
 
-        def turned(y):
+        def rotate(y):
             return y if self.rotary is None else rotary(y, positions, self.rotary)
 
-        of_query = x if self.q_rank is None else norm("query_norm", linear("query_down", self.q_rank)(x))
+        query_input = x if self.q_rank is None else norm("query_norm", linear("query_down", self.q_rank)(x))
         size = self.num_heads, self.nope_dim + self.rope_dim
-        query = projections.dense(self, "query", *size, use_bias=False)(of_query)
+        query = projections.dense(self, "query", *size, use_bias=False)(query_input)
         query = sharding.constrain(query, "batch", "length", "heads", None)
         plain, rotated = jnp.split(query, (self.nope_dim,), axis=-1)
         latent = norm("latent_norm", linear("latent", self.kv_rank)(x))
-        of_keys = turned(linear("rotary", self.rope_dim)(x)[..., None, :])[..., 0, :]
-        return (plain, turned(rotated)), latent, of_keys
+        rotated_key = rotate(linear("rotary", self.rope_dim)(x)[..., None, :])[..., 0, :]
+        return (plain, rotate(rotated)), latent, rotated_key
 
     def _attend(self, query, latent, rotated, terms, is_step):
         """The heads' outputs `[B, T, H, V]`."""
@@ -182,10 +182,10 @@ class LatentConfig(SoftmaxConfig, of=LatentAttention, kind="latent"):
     value_dim: int | None = option("features of a value; None for nope_dim", None, low=1)
 
     def shared(self, model):
-        of_head = max(1, model.width // self.num_heads(model))
-        nope_dim = self.nope_dim or of_head
+        head_size = max(1, model.width // self.num_heads(model))
+        nope_dim = self.nope_dim or head_size
         return super().shared(model) | {
-            "kv_rank": self.kv_rank or 4 * of_head,
+            "kv_rank": self.kv_rank or 4 * head_size,
             "nope_dim": nope_dim,
             "rope_dim": self.rotated_features(model),
             "value_dim": self.value_dim or nope_dim,

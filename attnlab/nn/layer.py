@@ -80,8 +80,8 @@ class Layer(nn.Module):
 
     def __init_subclass__(cls, **keywords):
         super().__init_subclass__(**keywords)
-        own = {name: each for name, each in options(cls).items() if name in inspect.get_annotations(cls)}
-        cls.__doc__ = cls.__doc__ and documented(cls.__doc__, own)
+        declared = {name: each for name, each in options(cls).items() if name in inspect.get_annotations(cls)}
+        cls.__doc__ = cls.__doc__ and documented(cls.__doc__, declared)
 
     @property
     def drops(self) -> bool:
@@ -144,8 +144,8 @@ class Layer(nn.Module):
             key = None
         elif key is None:
             key = self.make_rng("dropout")
-        found = self.forward(x, context._replace(dropout_key=key), cache, **others)
-        return found.out if cache is None else (found.out, found.cache)
+        result = self.forward(x, context._replace(dropout_key=key), cache, **others)
+        return result.out if cache is None else (result.out, result.cache)
 
     def check_options(self) -> None:
         """Raise FieldError for a base class's option that is set although the layer does not take it."""
@@ -163,10 +163,10 @@ class Layer(nn.Module):
         remedy = f"make it with init_cache(batch={batch}, …)"
         if type(cache) is not type(expected):
             raise ValueError(f"{name} is a {type(cache).__name__}, expected a {type(expected).__name__}: {remedy}")
-        found, wanted = (jax.tree_util.tree_leaves_with_path(tree) for tree in (cache, expected))
-        if [path for path, _ in found] != [path for path, _ in wanted]:
-            raise ValueError(f"{name} has {_paths(found)}, expected {_paths(wanted)}: {remedy}")
-        for (path, leaf), (_, like) in zip(found, wanted):
+        actual, wanted = (jax.tree_util.tree_leaves_with_path(tree) for tree in (cache, expected))
+        if [path for path, _ in actual] != [path for path, _ in wanted]:
+            raise ValueError(f"{name} has {_paths(actual)}, expected {_paths(wanted)}: {remedy}")
+        for (path, leaf), (_, like) in zip(actual, wanted):
             field = f"{name}{jax.tree_util.keystr(path)}"
             if jnp.shape(leaf) != like.shape:
                 raise ValueError(f"{field} has shape {jnp.shape(leaf)}, expected {like.shape}: {remedy}")
@@ -207,20 +207,20 @@ class LayerConfig:
 
     def __init_subclass__(cls, of: type[Layer] | None = None, kind: str = ""):
         cls.kind = kind or cls.kind
-        own = dict(inspect.get_annotations(cls))
+        hints = dict(inspect.get_annotations(cls))
         for field in (*dataclasses.fields(cls), *option_fields(of or cls.module)):
             default = vars(cls).get(field.name)  # the config's, for an option of a base or the module
-            if field.name in own and "option" in field.metadata and isinstance(default, bool | int | float | str):
+            if field.name in hints and "option" in field.metadata and isinstance(default, bool | int | float | str):
                 setattr(cls, field.name, dataclasses.field(default=default, metadata=field.metadata))
         if of is not None:
             known, declared = {field.name for field in dataclasses.fields(cls)}, option_fields(of)
             missing = {field.name for field in option_fields(cls.module)} - {field.name for field in declared}
-            added = {field.name: field for field in declared if field.name not in known | own.keys()}
+            added = {field.name: field for field in declared if field.name not in known | hints.keys()}
             for name, field in added.items():
                 setattr(cls, name, dataclasses.field(default=field.default, metadata=field.metadata))
             # A class variable is not a field, even if a base has such a field.
-            removed = dict.fromkeys(missing & known - own.keys(), ClassVar[Any])
-            cls.module, cls.__annotations__ = of, {name: field.type for name, field in added.items()} | removed | own
+            removed = dict.fromkeys(missing & known - hints.keys(), ClassVar[Any])
+            cls.module, cls.__annotations__ = of, {name: field.type for name, field in added.items()} | removed | hints
         dataclasses.dataclass(frozen=True)(cls)
 
     def __post_init__(self):
@@ -256,6 +256,6 @@ class LayerConfig:
 
 def option_fields(module: type[Layer]) -> list[dataclasses.Field]:
     """The options of a layer: the fields that it declares, and the fields of base classes that it takes."""
-    own, takes = inspect.get_annotations(module), module.takes
+    hints, takes = inspect.get_annotations(module), module.takes
     fields = (field for field in dataclasses.fields(module) if "option" in field.metadata)
-    return [field for field in fields if takes is None or field.name in takes or field.name in own]
+    return [field for field in fields if takes is None or field.name in takes or field.name in hints]

@@ -36,30 +36,30 @@ def matrices_of(model: nn.Module, *inputs: Any) -> dict[str, Matrix]:
         declares them; kernels of `nn.Dense`, `nn.DenseGeneral` and `nn.Conv` count anywhere, unless depthwise.
       inputs: the model's inputs, arrays or `jax.ShapeDtypeStruct`; nothing is computed.
 
-    >>> found = matrices_of(Mlp(), jnp.zeros((1, 8)))
-    >>> found["up/kernel"]
+    >>> matrices = matrices_of(Mlp(), jnp.zeros((1, 8)))
+    >>> matrices["up/kernel"]
     Matrix(inputs=(-2,), outputs=(-1,), fused=())
     """
-    found = {}
+    matrices = {}
 
     def interceptor(call, args, kwargs, context):
         result = call(*args, **kwargs)
         # A module's call ends after its submodules' calls, so its table overrides theirs.
         if context.method_name in ("__call__", "forward"):
             for name, matrix in _table(context.module, args).items():
-                found["/".join((*context.module.path, name))] = matrix
+                matrices["/".join((*context.module.path, name))] = matrix
         return result
 
     with nn.intercept_methods(interceptor):
         run = functools.partial(model.init_with_output, jax.random.key(0))
         logits, variables = jax.eval_shape(run, *inputs)
-    return {path: x for path, x in found.items() if not _makes_logits(path, variables["params"], logits)}
+    return {path: x for path, x in matrices.items() if not _makes_logits(path, variables["params"], logits)}
 
 
-def matrix_at(found: dict[str, Matrix], path: Iterable) -> Matrix | None:
+def matrix_at(matrices: dict[str, Matrix], path: Iterable) -> Matrix | None:
     """The matrix at a parameter's path of `jax.tree_util`, with or without stacked layers; None if it is no matrix."""
     path = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
-    return found.get(re.sub(r"(?<![^/])blocks(?:_(\d+))?(?=/)", lambda match: f"block_{match[1] or 0}", path))
+    return matrices.get(re.sub(r"(?<![^/])blocks(?:_(\d+))?(?=/)", lambda match: f"block_{match[1] or 0}", path))
 
 
 def _table(module: nn.Module, args: tuple) -> dict[str, Matrix]:

@@ -176,16 +176,16 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         if cache is not None:
             context = context._replace(positions=cache.length[:, None] + jnp.arange(x.shape[1]))
         q, k, v, conv = self.project(x, memory, context, cache)
-        q, k, own = (taps.tap(self, name, y) for name, y in (("q", q), ("k", k), ("v", v)))
+        q, k, new_values = (taps.tap(self, name, y) for name, y in (("q", q), ("k", k), ("v", v)))
         cache = None if cache is None else cache._replace(conv=conv)
-        k, v, terms, cache = self.extend(x, k, own, context, cache)
+        k, v, terms, cache = self.extend(x, k, new_values, context, cache)
         if inputs_kv is not None and cache is None:
             terms["kv_positions"] = None
         z, weights = self.attend(q, k, v, terms, context)
         z = seen(self, z, weights, v, "dropout_rate" in terms)
-        z = self.after(z, own, x, context)
+        z = self.after(z, new_values, x, context)
         out = projections.out(self, z, self.out_features or x.shape[-1], use_bias=self.use_bias)
-        return LayerOut(out, cache, own if self.value_residual else None)
+        return LayerOut(out, cache, new_values if self.value_residual else None)
 
     def project(self, x, memory, context: Context, cache: KVCache | None):
         """(Queries of x, keys and values of the memory, each `[B, T, heads, D]`, the last inputs of convolutions)."""
@@ -217,9 +217,9 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         mask, kv_positions = mask_of(self, context, cache), context.positions
         forget, kv_forget = self._forget_sums(x) if self.forget_gate else None, None
         if cache is not None:
-            kept, fresh = cache._replace(conv=None), KVCache(k, v, None, forget)
-            keys, kv_positions, mask, kept = step(kept, fresh, mask, self.num_heads, context.lengths)
-            cache, (k, v, _, kv_forget, _) = kept._replace(conv=cache.conv), keys
+            stored, fresh = cache._replace(conv=None), KVCache(k, v, None, forget)
+            keys, kv_positions, mask, stored = step(stored, fresh, mask, self.num_heads, context.lengths)
+            cache, (k, v, _, kv_forget, _) = stored._replace(conv=cache.conv), keys
         terms = {"mask": mask, "q_positions": context.positions, "kv_positions": kv_positions}
         mods = as_tuple(self.score_mod)
         terms["score_mod"] = mods if forget is None else (*mods, Forget(forget, kv_forget))

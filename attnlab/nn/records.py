@@ -60,15 +60,15 @@ def of_layer(layer: LayerConfig) -> dict[str, Any]:
     >>> record["kind"], record["window"], record["mask"]
     ('local', 8, {'class': 'PrefixLM', 'length': 4})
     """
-    found, default = {"kind": layer.kind}, type(layer)()
+    record, default = {"kind": layer.kind}, type(layer)()
     for field in dataclasses.fields(layer):
         value = getattr(layer, field.name)
         if is_recorded(field) or value is not getattr(default, field.name):
             try:
-                found[field.name] = dataclasses.asdict(value) if _is_group(field, value) else of_value(value)
+                record[field.name] = dataclasses.asdict(value) if _is_group(field, value) else of_value(value)
             except TypeError as error:
                 raise UserError(f"{layer.kind}.{field.name} has {error}, which config.json cannot hold") from None
-    return found
+    return record
 
 
 def layer_of(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> LayerConfig:
@@ -150,7 +150,7 @@ def arrays_of(value) -> dict[str, np.ndarray]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
     parts = map(arrays_of, value) if isinstance(value, tuple) else ()
-    return functools.reduce(lambda found, more: found | more, parts, {})
+    return functools.reduce(lambda arrays, more: arrays | more, parts, {})
 
 
 def same(a, b, *, by_version: bool = False) -> bool:
@@ -229,11 +229,11 @@ def _found(code: Mapping[str, str]) -> Callable | None:
 
 def in_module(code: Mapping[str, str]) -> Callable | None:
     """The function or class of this name in an imported module, which may have another name by now."""
-    of_file = (each for each in list(sys.modules.values()) if code["file"] == (getattr(each, "__file__", None) or 0))
-    for module in (sys.modules.get(code["module"]), *of_file):
-        found = module
+    same_file = (each for each in list(sys.modules.values()) if code["file"] == (getattr(each, "__file__", None) or 0))
+    for module in (sys.modules.get(code["module"]), *same_file):
+        value = module
         for name in code["name"].split("."):
-            found = getattr(found, name, None)
-        if inspect.isfunction(found) or (inspect.isclass(found) and issubclass(found, Mask | ScoreMod)):
-            return found
+            value = getattr(value, name, None)
+        if inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, Mask | ScoreMod)):
+            return value
     return None

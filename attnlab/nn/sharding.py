@@ -70,8 +70,8 @@ def spec_of(names, shape, mesh) -> PartitionSpec:
         divides = known and size % math.prod(mesh.shape[name] for name in axes) == 0
         return (axes if len(axes) > 1 else axes[0]) if axes and divides else None
 
-    found = nn.logical_to_mesh_axes(names) or (None,) * len(names)
-    return PartitionSpec(*map(splits, found, shape))
+    mesh_axes = nn.logical_to_mesh_axes(names) or (None,) * len(names)
+    return PartitionSpec(*map(splits, mesh_axes, shape))
 
 
 def shards(name: str, x: Array) -> int:

@@ -144,8 +144,8 @@ def fold(model, x, context: Context, keys, caches):
     if not is_stacked(params):
         return _one_by_one(model, x, context, keys, caches)
     stacks, alone = _stacks(params), sum(bool(re.fullmatch(r"block_\d+", name)) for name in params)
-    if (found := _turns(stacks) * len(stacks) + alone) != model.config.num_layers:
-        raise ValueError(f"params have {found} stacked layers, expected num_layers = {model.config.num_layers}")
+    if (num_layers := _turns(stacks) * len(stacks) + alone) != model.config.num_layers:
+        raise ValueError(f"params have {num_layers} stacked layers, expected num_layers = {model.config.num_layers}")
     others = any(model.variables[name] for name in model.variables if name != "params")
     if caches is None and not others and is_filter_empty(model.scope.mutable):
         return _in_a_loop(model, x, context, keys, params), None
@@ -167,9 +167,9 @@ def _one_by_one(model, x, context, keys, caches):
     extended = []
     for layer in range(model.config.num_layers):
         cache = None if caches is None else caches[layer]
-        found = forward(model.block(layer), x, _at(context, layer, keys), cache)
-        x, context = found.out, _with_values(context, found)
-        extended.append(found.cache)
+        result = forward(model.block(layer), x, _at(context, layer, keys), cache)
+        x, context = result.out, _with_values(context, result)
+        extended.append(result.cache)
     return x, None if caches is None else tuple(extended)
 
 
@@ -192,18 +192,18 @@ def _in_a_loop(model, x, context, keys, params):
         return call(params, x, context, layer, keys)
 
     def alone(x, context, layer):
-        own = params.get(f"block_{layer}")
+        weights = params.get(f"block_{layer}")
         if layer < stacked_layers:
-            own = jax.tree.map(lambda leaf: leaf[layer // places], stacks[layer % places])
-        found = run_one(layer % period, own, x, context, layer, in_loop=False)
-        return found.out, _with_values(context, found)
+            weights = jax.tree.map(lambda leaf: leaf[layer // places], stacks[layer % places])
+        result = run_one(layer % period, weights, x, context, layer, in_loop=False)
+        return result.out, _with_values(context, result)
 
     def step(x, each):
         grouped, first = each
         for n in range(period):
-            own = grouped[n % places]
-            own = own if period == places else jax.tree.map(lambda leaf, n=n: leaf[n // places], own)
-            x = run_one(n, own, x, context, first + n, in_loop=True).out
+            weights = grouped[n % places]
+            weights = weights if period == places else jax.tree.map(lambda leaf, n=n: leaf[n // places], weights)
+            x = run_one(n, weights, x, context, first + n, in_loop=True).out
         return x, None
 
     # With value residuals, the first period gives its values to the others; an incomplete period comes last.
@@ -229,6 +229,6 @@ def _at(context: Context, layer, keys) -> Context:
     return context._replace(layer=layer, dropout_key=None if keys is None else dropout.fold_in(keys, layer))
 
 
-def _with_values(context: Context, found: LayerOut) -> Context:
+def _with_values(context: Context, result: LayerOut) -> Context:
     """The context of the layers after this one: the first layer with values sets the first values."""
-    return context._replace(first_values=found.values) if context.first_values is None else context
+    return context._replace(first_values=result.values) if context.first_values is None else context

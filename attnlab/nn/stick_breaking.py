@@ -42,8 +42,8 @@ class StickBreakingAttention(MultiHeadAttention):
         options = {name: terms[name] for name in ("mask", "q_positions", "kv_positions")} | {"scale": self.scale}
 
         def weights(rows=None):
-            found = stick_breaking_weights(q, k, **options)
-            return found if rows is None else jnp.take(found, rows, axis=-2)
+            matrix = stick_breaking_weights(q, k, **options)
+            return matrix if rows is None else jnp.take(matrix, rows, axis=-2)
 
         out = stick_breaking_attention(q, k.astype(q.dtype), v.astype(q.dtype), impl=self.impl, **options)
         return out, weights

@@ -217,9 +217,9 @@ class GPT(nn.Module):
         x = x if config.logit_scale == 1 else x * jnp.asarray(config.logit_scale, x.dtype)
         if targets is not None:
             return sharding.gathering(self, functools.partial(logits.losses, config, x, targets))(output)
-        found = sharding.gathering(self, functools.partial(logits.logits, config, x))(output)
-        found = found[..., : config.vocab_size]
-        return found if caches is None else (found, caches)
+        out = sharding.gathering(self, functools.partial(logits.logits, config, x))(output)
+        out = out[..., : config.vocab_size]
+        return out if caches is None else (out, caches)
 
     def _tables(self) -> tuple[nn.Embed, nn.Embed]:
         """The embeddings of tokens and of the output layer, which may be the same."""

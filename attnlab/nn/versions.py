@@ -105,8 +105,8 @@ class Code(NamedTuple):
             raise UserError("two traces of its code differ: make its results independent of earlier calls")
         if missing := [f"{name} ({error})" for name, error in failed.items() if name in _NEEDED]:
             warnings.warn(f"edits will go unnoticed in code that cannot be traced alone: {missing[0]}", stacklevel=2)
-        found = {"trace": trace, "libraries": _libraries(), "numbers": self._numbers()}
-        return found | ({"by_source": sorted(digest.by_source)} if digest.by_source else {})
+        record = {"trace": trace, "libraries": _libraries(), "numbers": self._numbers()}
+        return record | ({"by_source": sorted(digest.by_source)} if digest.by_source else {})
 
     def _add_to(self, digest: Digest) -> dict[str, str]:
         """Trace all programs. If one cannot run, such as decoding, the type of its error counts; return the errors."""
@@ -128,15 +128,15 @@ class Code(NamedTuple):
 
     def _numbers(self) -> dict[str, list[list[float]]]:
         """For each array that a program returns, its size (root mean square) and a weighted mean."""
-        found = {}
+        by_program = {}
         with _undisturbed(), jax.default_matmul_precision("highest"), contextlib.suppress(Exception):  # as in a trace
             for name, (function, *shapes) in self.numbered().items():
                 rng = np.random.default_rng(0)
                 with contextlib.suppress(Exception):  # the model may not support the program
                     results = jax.jit(function)(*jax.tree.map(functools.partial(_drawn, rng), shapes))
                     numbers = [_numbers_of(rng, np.asarray(x, np.float64)) for x in jax.tree.leaves(results)]
-                    found[name] = numbers if np.isfinite(numbers).all() else []
-        return found
+                    by_program[name] = numbers if np.isfinite(numbers).all() else []
+        return by_program
 
 
 def of_model(model: ModelConfig | nn.Module, context: int, packed: bool = False) -> Code:
@@ -204,15 +204,16 @@ def _programs(model: nn.Module, length: int, packed: bool = False) -> dict[str, 
     def of_documents(variables, tokens, segments):
         return forward(variables, tokens, segments=segments)
 
-    is_gpt, found = isinstance(model, GPT), {"init": (model.init, key, tokens), "forward": (forward, variables, tokens)}
-    found |= {"gradient": (gradient, variables, tokens), "further": (forward, variables, further)}
+    is_gpt = isinstance(model, GPT)
+    programs = {"init": (model.init, key, tokens), "forward": (forward, variables, tokens)}
+    programs |= {"gradient": (gradient, variables, tokens), "further": (forward, variables, further)}
     if is_gpt:
-        found["step"] = step, variables, tokens
+        programs["step"] = step, variables, tokens
     if not is_gpt or model.config.dropout or any(layer.make(model.config).drops for layer in model.config.used):
-        found["dropout"] = dropped, variables, tokens, keys
+        programs["dropout"] = dropped, variables, tokens, keys
     if packed:
-        found["documents"] = of_documents, variables, tokens, tokens
-    return found | {"matrices": str(sorted(matrices_of(model, tokens).items()))}
+        programs["documents"] = of_documents, variables, tokens, tokens
+    return programs | {"matrices": str(sorted(matrices_of(model, tokens).items()))}
 
 
 @contextlib.contextmanager
@@ -269,5 +270,5 @@ def _difference(before: Mapping[str, list], now: Mapping[str, list], tolerance: 
 @functools.cache
 def _libraries() -> dict[str, str]:
     """Versions of the libraries that trace code; for attnlab also a digest of its files, which change in a clone."""
-    found = {name: version for name, version in provenance.versions().items() if name in ("jax", "flax", "optax")}
-    return found | {"attnlab": f"{provenance.versions()['attnlab']} {provenance.sources()}"}
+    versions = {name: version for name, version in provenance.versions().items() if name in ("jax", "flax", "optax")}
+    return versions | {"attnlab": f"{provenance.versions()['attnlab']} {provenance.sources()}"}

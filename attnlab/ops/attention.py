@@ -299,13 +299,13 @@ def _context_against(name, split) -> str | None:
 
 def _platform_against(name, names, call: AttentionCall, platform) -> str | None:
     """The reason against a backend on the platform, or None; if the platform is unknown, an explicit `impl` decides."""
-    needs, found = getattr(_BACKENDS[name], "PLATFORM", None), platform or platform_of(call.q, call.k, call.v)
-    if needs in (None, found) or getattr(_BACKENDS[name], "is_interpreted", lambda: False)():
+    needs, actual = getattr(_BACKENDS[name], "PLATFORM", None), platform or platform_of(call.q, call.k, call.v)
+    if needs in (None, actual) or getattr(_BACKENDS[name], "is_interpreted", lambda: False)():
         return None
-    is_unknown = platform is None and found == jax.default_backend() and isinstance(call.q, jax.core.Tracer)
+    is_unknown = platform is None and actual == jax.default_backend() and isinstance(call.q, jax.core.Tracer)
     if is_unknown and names == (name,):  # of several names, the first that surely can run is chosen
         return None
-    return f"it needs a {needs}, and this is a {found}"
+    return f"it needs a {needs}, and this is a {actual}"
 
 
 def is_small(q_length: int, kv_length: int) -> bool:

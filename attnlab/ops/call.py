@@ -82,13 +82,13 @@ class AttentionCall(Node):
 
     def replace(self, **changes) -> "AttentionCall":
         """Return a copy with other values; its tree structure is the same if the same fields are None."""
-        made = object.__new__(AttentionCall)  # not through __init__: a call may also hold specs or gradients
-        vars(made).update(vars(self) | changes)
+        copy = object.__new__(AttentionCall)  # not through __init__: a call may also hold specs or gradients
+        vars(copy).update(vars(self) | changes)
         if "_static_names" in vars(self):
             names = vars(self)["_static_names"]
             static = (name for name in names if changes.get(name) is None or name in self.STATIC)
-            object.__setattr__(made, "_static_names", tuple(static))
-        return made
+            object.__setattr__(copy, "_static_names", tuple(static))
+        return copy
 
     def of_shard(self) -> "AttentionCall":
         """The call with the parts of mask and score mods that its shard needs."""

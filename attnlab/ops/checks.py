@@ -41,9 +41,9 @@ def known_keywords(function):
     return checked
 
 
-def require_known_keywords(function: str, given, known) -> None:
-    """Raise TypeError for a name in `given` that is not in `known`, the function's arguments."""
-    for name in given:
+def require_known_keywords(function: str, names, known) -> None:
+    """Raise TypeError for a name in `names` that is not in `known`, the function's arguments."""
+    for name in names:
         if name not in known:
             remedy = _REMEDIES.get(name, f"expected one of {', '.join(known)}")
             raise TypeError(f"{function} has no argument {name!r}: {remedy}")
@@ -168,7 +168,7 @@ def bias(x, batch: tuple[int, ...], num_heads: int, q_length: int, kv_length: in
     fits &= not lead or (
         len(lead) == len(batch) + 1
         and lead[-1] in (1, num_heads)
-        and all(size in (1, given) for size, given in zip(lead, batch))
+        and all(size in (1, expected) for size, expected in zip(lead, batch))
     )
     if not fits:
         raise ValueError(

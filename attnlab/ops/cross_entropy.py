@@ -142,8 +142,8 @@ def _backward(head, chunk, residuals, g):
         return d_features, d_embedding.astype(embedding.dtype), None
 
     def step(total, part):
-        x, *of_positions = part
-        dx, d_embedding = _gradients(x, operand, _logits(x, operand), *of_positions, head)
+        x, *per_position = part
+        dx, d_embedding = _gradients(x, operand, _logits(x, operand), *per_position, head)
         return total + d_embedding, dx
 
     axis = targets.ndim - 1

@@ -46,8 +46,8 @@ def attend(call: AttentionCall) -> Result:
     def run(traced):
         call = combine(known, traced)
 
-        def finite_or(found, otherwise):
-            return jax.lax.cond(jnp.isfinite(found[0]).all(), lambda: found, otherwise)
+        def finite_or(result, otherwise):
+            return jax.lax.cond(jnp.isfinite(result[0]).all(), lambda: result, otherwise)
 
         def again():
             return finite_or(_by_rows(_without_hidden(call)), lambda: by_head(traced))

@@ -54,8 +54,8 @@ def bind(equation, values) -> list:
 def inner(equation) -> ClosedJaxpr | None:
     """The jaxpr that an equation calls, or None."""
     names = (name for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in equation.params)
-    found = equation.params.get(next(names, None))
-    return found if found is None else _closed(found)
+    jaxpr = equation.params.get(next(names, None))
+    return jaxpr if jaxpr is None else _closed(jaxpr)
 
 
 def called(equation) -> list[ClosedJaxpr]:

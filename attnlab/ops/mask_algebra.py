@@ -185,7 +185,7 @@ def require_positions(mask, q_length, kv_length, q_positions, kv_positions, what
     if not mask.positional or q_length == kv_length or (q_positions is not None and kv_positions is not None):
         return
     missing = " and ".join(
-        name for name, given in (("q_positions", q_positions), ("kv_positions", kv_positions)) if given is None
+        name for name, positions in (("q_positions", q_positions), ("kv_positions", kv_positions)) if positions is None
     )
     raise ValueError(
         f"{what} {type(mask).__name__} compares positions, but Tq = {q_length} and Tk = {kv_length} differ: "

@@ -93,16 +93,16 @@ def block_mask_of(any_visible: Bool[Array, "..."], all_visible: Bool[Array, "...
 
 def runs(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
     """Merge neighbouring tiles of a row that are not EMPTY into one tile each: (kind, first, count)."""
-    found = []
+    merged = []
     for column, kind in enumerate(kinds):
         if kind == EMPTY:
             continue
-        last_kind, first, count = found[-1] if found else (EMPTY, 0, 0)
+        last_kind, first, count = merged[-1] if merged else (EMPTY, 0, 0)
         if count and first + count == column:
-            found[-1] = (min(last_kind, kind), first, count + 1)
+            merged[-1] = (min(last_kind, kind), first, count + 1)
         else:
-            found.append((kind, column, 1))
-    return found
+            merged.append((kind, column, 1))
+    return merged
 
 
 def visit_order(

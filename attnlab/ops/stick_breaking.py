@@ -215,7 +215,7 @@ def _forward(q, k, v, where, sizes: _Sizes):
     tiling = _Tiles(q, k, where, sizes)
     dtype = jnp.promote_types(q.dtype, jnp.float32)
 
-    def of_queries(i):
+    def query_tile(i):
         rows = tiling.part(q, i)
 
         def step(carry, j, visible):
@@ -227,7 +227,7 @@ def _forward(q, k, v, where, sizes: _Sizes):
         empty = jnp.zeros((*tiling.shape, 1), dtype), jnp.zeros((*tiling.shape, v.shape[-1]), dtype)
         return tiling.nearest_first(i, step, empty)[1]
 
-    out = joined_rows(jax.lax.map(of_queries, jnp.arange(tiling.counts[0])), q.shape[-3])
+    out = joined_rows(jax.lax.map(query_tile, jnp.arange(tiling.counts[0])), q.shape[-3])
     return out, (q, k, v, where, out)
 
 
@@ -240,9 +240,9 @@ def _backward(sizes: _Sizes, residuals, d_out):
     tiling, size = _Tiles(q, k, where, sizes), sizes.tile
     total = jnp.einsum("...qhd,...qhd->...hq", d_out, out)[..., None]
 
-    def of_queries(grads, i):
+    def query_tile(grads, i):
         rows, d_rows_out = tiling.part(q, i), tiling.part(d_out, i)
-        owed = jax.lax.dynamic_slice_in_dim(total, i * size, size, axis=-2)
+        row_totals = jax.lax.dynamic_slice_in_dim(total, i * size, size, axis=-2)
 
         def step(carry, j, visible):
             left, farther, d_rows, d_k, d_v = carry
@@ -258,12 +258,12 @@ def _backward(sizes: _Sizes, residuals, d_out):
             d_v = _added(d_v, j, jnp.einsum("...hqk,...qhd->...khd", weights, d_rows_out))
             return left, farther - nearer[..., :1], d_rows, d_k, d_v
 
-        empty = jnp.zeros_like(owed), owed, jnp.zeros((*tiling.shape, q.shape[-1]), out.dtype)
+        empty = jnp.zeros_like(row_totals), row_totals, jnp.zeros((*tiling.shape, q.shape[-1]), out.dtype)
         *_, d_rows, d_k, d_v = tiling.nearest_first(i, step, (*empty, *grads))
         return (d_k, d_v), d_rows
 
     zeros = tuple(jnp.zeros(x.shape, out.dtype) for x in (k, v))
-    (d_k, d_v), d_q = jax.lax.scan(of_queries, zeros, jnp.arange(tiling.counts[0]))
+    (d_k, d_v), d_q = jax.lax.scan(query_tile, zeros, jnp.arange(tiling.counts[0]))
     d_q, d_k, d_v = (x.astype(like.dtype) for x, like in zip((joined_rows(d_q, q.shape[-3]), d_k, d_v), (q, k, v)))
     return d_q, d_k, d_v, None
 

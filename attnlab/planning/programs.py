@@ -82,8 +82,8 @@ def refused(message: str, seconds: float) -> Program:
     """Build the program for a compiler's RESOURCE_EXHAUSTED, whose message may name the memory needed."""
     size = r"([\d.]+)\s?([KMGT]?)i?B?"
     forms = rf"\({size}\) exceeds available HBM", rf"Used {size} of .* hbm"  # libtpu since 2026, and before
-    found = next((match for form in forms if (match := re.search(form, message))), None)
-    needed = None if found is None else round(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
+    size_match = next((match for form in forms if (match := re.search(form, message))), None)
+    needed = None if size_match is None else round(float(size_match[1]) * 1024 ** " KMGT".index(size_match[2] or " "))
     sentence = message.strip().splitlines()[0].split("RESOURCE_EXHAUSTED:", 1)[-1].strip()
     return Program(None, None, needed, seconds, {}, 0, {}, {}, sentence)
 
@@ -244,8 +244,8 @@ def _in_place(computations, name) -> Iterator[Instruction]:
 
 def _called(instruction: Instruction, *attributes: str) -> list[str]:
     """Return the computations in attributes like `body=%x` and `branch_computations={%x, %y}`."""
-    found = re.findall(rf"\b(?:{'|'.join(attributes)})=(\{{[^}}]*\}}|%?[\w.\-]+)", instruction.attributes)
-    return [name for names in found for name in re.findall(r"[\w.\-]+", names)]
+    values = re.findall(rf"\b(?:{'|'.join(attributes)})=(\{{[^}}]*\}}|%?[\w.\-]+)", instruction.attributes)
+    return [name for names in values for name in re.findall(r"[\w.\-]+", names)]
 
 
 def trip_count(computations: dict[str, list[Instruction]], loop: Instruction) -> int | None:
@@ -283,19 +283,19 @@ def _names(operands: str) -> list[str]:
 
 def _origin(instructions: list[Instruction], name: str) -> Instruction | None:
     """The instruction that computes a value, looking through copies."""
-    found = next((instruction for instruction in instructions if instruction.name == name), None)
-    while found is not None and found.opcode in _FORWARDS:
-        name = _names(found.operands)[0]
-        found = next((instruction for instruction in instructions if instruction.name == name), None)
-    return found
+    origin = next((instruction for instruction in instructions if instruction.name == name), None)
+    while origin is not None and origin.opcode in _FORWARDS:
+        name = _names(origin.operands)[0]
+        origin = next((instruction for instruction in instructions if instruction.name == name), None)
+    return origin
 
 
 def _element(instructions: list[Instruction], name: str, index: int | None) -> Instruction | None:
     """The instruction that computes an element of a tuple."""
-    made = _origin(instructions, name)
-    if made is None or made.opcode != "tuple" or index is None:
+    origin = _origin(instructions, name)
+    if origin is None or origin.opcode != "tuple" or index is None:
         return None
-    return _origin(instructions, _names(made.operands)[index])
+    return _origin(instructions, _names(origin.operands)[index])
 
 
 def _index(element: Instruction | None) -> int | None:

@@ -144,12 +144,12 @@ def runs(
     with plt.rc_context(_style.STYLE):
         figure, axes = plt.subplots(figsize=size)
         for label, names in members.items():
-            train, found = ([_losses(columns, name, split) for name in names] for split in ("train", "val"))
-            found = list(filter(None, found)) or train
-            for losses in found if len(names) > 1 else () if groups else filter(None, train):
+            train, validation = ([_losses(columns, name, split) for name in names] for split in ("train", "val"))
+            validation = list(filter(None, validation)) or train
+            for losses in validation if len(names) > 1 else () if groups else filter(None, train):
                 axes.plot(losses.keys(), losses.values(), color=colors[label], linewidth=0.8, alpha=0.4, zorder=1)
-            steps = sorted(set.intersection(*map(set, found)))
-            series[label] = steps, [np.mean([losses[step] for losses in found]) for step in steps]
+            steps = sorted(set.intersection(*map(set, validation)))
+            series[label] = steps, [np.mean([losses[step] for losses in validation]) for step in steps]
         curves(axes, series, x="step (updates)", y=y, labels="line", colors=colors)
         return _style.finished(figure, title)
 
@@ -208,8 +208,8 @@ def _label_ends(axes: Axes, ends: Mapping[str, tuple]) -> None:
         right = max(right, places[at, 0] + 0.6 * size * len(names[at]))
     for column in columns:
         column.sort(key=lambda at: places[at, 1])
-        heights, room = places[column, 1], 1.2 * size * np.arange(len(column))
-        fitted = np.maximum(isotonic_regression(heights - room).x, points * axes.bbox.ymin + size / 2) + room
+        heights, offsets = places[column, 1], 1.2 * size * np.arange(len(column))
+        fitted = np.maximum(isotonic_regression(heights - offsets).x, points * axes.bbox.ymin + size / 2) + offsets
         for at, moved in zip(column, fitted - heights):
             x, y, color = ends[names[at]]
             look = {"color": color, "fontsize": size, "va": "center", "annotation_clip": False}

@@ -236,9 +236,9 @@ def _label_cells(axes, row_labels, column_labels, height, width) -> None:
     """Label the rows and columns of a heat map, in a smaller font or only every n-th if labels would overlap."""
     for labels, inches, axis in ((row_labels, height, axes.yaxis), (column_labels, width, axes.xaxis)):
         if len(labels):
-            room = 72 * inches / len(labels)
-            step = math.ceil(_style.LABEL_ROOM / room)
-            look = {"fontsize": min(_style.LABEL_SIZE, round(0.75 * room * step, 1))}
+            spacing = 72 * inches / len(labels)
+            step = math.ceil(_style.LABEL_ROOM / spacing)
+            look = {"fontsize": min(_style.LABEL_SIZE, round(0.75 * spacing * step, 1))}
             if axis is axes.xaxis and max(map(len, labels)) > 1:
                 rotation = 60 if look["fontsize"] == _style.LABEL_SIZE else 90
                 look |= {"rotation": rotation, "ha": "right", "rotation_mode": "anchor"}

@@ -116,8 +116,8 @@ def _help(tables: Sequence[Table], notes: Sequence[str]) -> str:
     terms = "".join(
         f"<div><dt>{escape(each.title)}</dt><dd>{escape(each.help)}</dd></div>" for each in columns.values()
     )
-    found = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return (f'<ul class="notes">{found}</ul>' if notes else "") + (f'<dl class="help">{terms}</dl>' if terms else "")
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return (f'<ul class="notes">{items}</ul>' if notes else "") + (f'<dl class="help">{terms}</dl>' if terms else "")
 
 
 def _name(text: str) -> str:

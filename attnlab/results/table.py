@@ -130,8 +130,8 @@ def with_interval(
 
     def part(at: int) -> Callable[[Any], float | None]:
         def read_part(subject):
-            found = read(subject)
-            return None if found is None or math.isnan(found[at]) else float(found[at])
+            pair = read(subject)
+            return None if pair is None or math.isnan(pair[at]) else float(pair[at])
 
         return read_part
 

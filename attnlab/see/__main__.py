@@ -84,26 +84,26 @@ def _main(values, own_process: bool) -> int:
     steps = _steps(values.checkpoints, workdir)
     subject = _subject(values, workdir, model, tokenizer, config)
     examine = _examiner(model, config.seed, subject, values.effects)
-    found = {}
+    findings = {}
     for number, step in enumerate(steps, 1):
         start = time.perf_counter()
         try:
-            found[step] = examine(load(workdir, "latest" if step is None else step).params)
+            findings[step] = examine(load(workdir, "latest" if step is None else step).params)
         except ValueError as error:  # e.g. the checkpoint is damaged, or weights are not finite
             message = f"{_step(step)}: {commands.one_line(error)}"
             if values.checkpoints != "all":
                 raise UserError(message) from error
             print(f"skipped {message}", file=sys.stderr)
             continue
-        loss = f"loss {found[step].effects.baseline:.4f} on {subject.measured_on}, " if values.effects else ""
+        loss = f"loss {findings[step].effects.baseline:.4f} on {subject.measured_on}, " if values.effects else ""
         seconds = time.perf_counter() - start
         print(f"{_step(step)} ({number} of {len(steps)}): {loss}{seconds:.1f} s", flush=True)
-    if not found:
+    if not findings:
         raise UserError(f"--checkpoints=all: {workdir} has no intact checkpoint: repeat the command that trained it")
-    steps = list(found)
-    made = _page(found, subject.labels, out, f"{workdir.resolve().name}{_title(steps)}", values.max_bytes)
-    print(_summary(steps[-1], found[steps[-1]], subject.measured_on))
-    print(f"\n{made.path}: {made.path.stat().st_size:,} bytes; open it in a browser")
+    steps = list(findings)
+    page = _page(findings, subject.labels, out, f"{workdir.resolve().name}{_title(steps)}", values.max_bytes)
+    print(_summary(steps[-1], findings[steps[-1]], subject.measured_on))
+    print(f"\n{page.path}: {page.path.stat().st_size:,} bytes; open it in a browser")
     return 0
 
 
@@ -264,8 +264,8 @@ def _examiner(model: GPT, seed: int, subject: Subject, measures_effects: bool) -
 
     @jax.jit
     def patterns(variables, tokens) -> see.Run:
-        found = see.capture(model, variables, tokens).values["pattern"]
-        shown = {path: _shares(pattern) if path in recurrent else pattern for path, pattern in found.items()}
+        captured = see.capture(model, variables, tokens).values["pattern"]
+        shown = {path: _shares(pattern) if path in recurrent else pattern for path, pattern in captured.items()}
         return see.Run(None, {"pattern": shown}, tuple(shown))
 
     def layers(variables, tokens) -> list[np.ndarray]:
@@ -276,9 +276,9 @@ def _examiner(model: GPT, seed: int, subject: Subject, measures_effects: bool) -
     untrained = [[] for _ in subject.scored]
     for number in range(count):
         variables = init(jax.random.key(seed + number), jnp.zeros((1, 1), jnp.int32))
-        for (_, tokens), found in zip(subject.scored, untrained):
-            found.append(layers(variables, tokens))
-    untrained = [[np.concatenate(same, axis=1) for same in zip(*found)] for found in untrained]
+        for (_, tokens), samples in zip(subject.scored, untrained):
+            samples.append(layers(variables, tokens))
+    untrained = [[np.concatenate(same, axis=1) for same in zip(*samples)] for samples in untrained]
     inputs, targets = subject.predicted[:, :-1], subject.predicted[:, 1:]
 
     def examine(variables) -> Findings:
@@ -293,11 +293,11 @@ def _examiner(model: GPT, seed: int, subject: Subject, measures_effects: bool) -
     return examine
 
 
-def _page(found: dict[int | None, Findings], labels, out: Path, title: str, max_bytes: int) -> see.Page:
-    runs = {step: each.run for step, each in found.items()}
-    scores = {step: {kind: v for s in each.scores for kind, v in s.values.items()} for step, each in found.items()}
-    effects = {step: each.effects for step, each in found.items()}
-    if None in found:
+def _page(findings: dict[int | None, Findings], labels, out: Path, title: str, max_bytes: int) -> see.Page:
+    runs = {step: each.run for step, each in findings.items()}
+    scores = {step: {kind: v for s in each.scores for kind, v in s.values.items()} for step, each in findings.items()}
+    effects = {step: each.effects for step, each in findings.items()}
+    if None in findings:
         runs, scores, effects = runs[None], scores[None], effects[None]
     elif None in effects.values():
         effects = None
@@ -317,12 +317,12 @@ def _step(step: int | None) -> str:
     return "the model" if step is None else f"step {step:,}"
 
 
-def _summary(step: int | None, found: Findings, measured_on: str) -> str:
-    lines = [f"\nhighest-scoring heads of {_step(step)}:", *map(str, found.scores)]
-    if found.effects is not None:
-        change = found.effects.change
+def _summary(step: int | None, findings: Findings, measured_on: str) -> str:
+    lines = [f"\nhighest-scoring heads of {_step(step)}:", *map(str, findings.scores)]
+    if findings.effects is not None:
+        change = findings.effects.change
         layer, head = np.unravel_index(np.argmax(change), change.shape)
-        where = f"{found.effects.paths[layer]} head {head}"
+        where = f"{findings.effects.paths[layer]} head {head}"
         lines.append(f"effect     {change[layer, head]:+.4f} nats at {where}, ablated, on {measured_on}")
     return "\n".join(lines)
 

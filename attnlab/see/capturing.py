@@ -30,14 +30,14 @@ def sites(model, variables, *args, **kwargs) -> Sites:
 
     >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
-    >>> found = sites(model, model.init(jax.random.key(0), tokens), tokens)
-    >>> [(site.path, site.heads, site.verified) for site in found], found.blocks
+    >>> result = sites(model, model.init(jax.random.key(0), tokens), tokens)
+    >>> [(site.path, site.heads, site.verified) for site in result], result.blocks
     ([('block_0/attention', 2, True), ('block_1/attention', 2, True)], ('block_0', 'block_1'))
     """
-    frame, inputs = adapt(model, variables, args, kwargs)
-    mismatch = jax.jit(lambda inputs: frame.run(inputs, want=(taps.MISMATCH,)).values)(inputs)[taps.MISMATCH]
-    measured = (dataclasses.replace(site, mismatch=float(mismatch[site.path])) for site in frame.sites)
-    return dataclasses.replace(frame.sites, attention=tuple(measured))
+    view, inputs = adapt(model, variables, args, kwargs)
+    mismatch = jax.jit(lambda inputs: view.run(inputs, want=(taps.MISMATCH,)).values)(inputs)[taps.MISMATCH]
+    measured = (dataclasses.replace(site, mismatch=float(mismatch[site.path])) for site in view.sites)
+    return dataclasses.replace(view.sites, attention=tuple(measured))
 
 
 def capture(
@@ -109,5 +109,5 @@ def edited(
     (1, 3, 10)
     """
     want = (want,) if isinstance(want, str) else tuple(want)
-    frame, inputs = adapt(model, variables, args, kwargs)
-    return frame.run(inputs, want, edits, rows=rows)
+    view, inputs = adapt(model, variables, args, kwargs)
+    return view.run(inputs, want, edits, rows=rows)

@@ -47,8 +47,8 @@ def ablate(model, variables, batch, metric: Callable, *, chunk: int | None = Non
     >>> effects.values.shape, effects.axes
     ((2, 2), ('layer', 'head'))
     """
-    frame, inputs = adapt(model, variables, _args(batch), kwargs)
-    sweep, arrays = _sweep(frame, inputs, metric, "z", ("layer", "head"), chunk)
+    view, inputs = adapt(model, variables, _args(batch), kwargs)
+    sweep, arrays = _sweep(view, inputs, metric, "z", ("layer", "head"), chunk)
     return _effects(sweep, *_swept(sweep, arrays, inputs))
 
 
@@ -92,9 +92,9 @@ def patch(
     shapes = [[jnp.shape(x) for x in jax.tree.leaves(args)] for args in (clean, corrupt)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"clean has shapes {shapes[0]} and corrupt {shapes[1]}: expected the same, so pad one of them")
-    frame, (variables, _, options) = adapt(model, variables, clean, kwargs)
+    view, (variables, _, options) = adapt(model, variables, clean, kwargs)
     source, edited = (variables, clean, options), (variables, corrupt, options)
-    sweep, arrays = _sweep(frame, edited, metric, site, over, chunk)
+    sweep, arrays = _sweep(view, edited, metric, site, over, chunk)
     return _effects(sweep, *_swept(sweep, arrays, edited, source))
 
 
@@ -106,7 +106,7 @@ def _args(batch) -> tuple:
 class _Sweep:
     """Edits of one value, one at each of its places, and the metric under each edit."""
 
-    frame: ModelView
+    view: ModelView
     metric: str  # equal for metrics with the same program, whatever arrays they read
     program: Callable = dataclasses.field(compare=False)  # computes the metric from these arrays and a result
     site: str  # name of the value
@@ -116,21 +116,21 @@ class _Sweep:
     @property
     def paths(self) -> tuple[str, ...]:
         """Paths of the edited value, one for each layer."""
-        return tuple(path for path, names in self.frame.sites.values().items() if self.site in names)
+        return tuple(path for path, names in self.view.sites.values().items() if self.site in names)
 
     def run(self, inputs) -> Run:
         """The unedited run, with the values that edits need."""
-        return self.frame.run(inputs, want=(self.site, *(["in"] if self.frame.sites.blocks else [])))
+        return self.view.run(inputs, want=(self.site, *(["in"] if self.view.sites.blocks else [])))
 
     def layer(self, metric: Callable, inputs, base: Run, path: str, replacement):
         """The metric with `replacement` at each place of one layer; its axes are `over` without "layer"."""
-        value, block = base.values[self.site][path], self.frame.sites.block_of(path)
+        value, block = base.values[self.site][path], self.view.sites.block_of(path)
         before = {} if block is None else {site_key(block, "in"): Put(base.values["in"][block])}
         masks, sizes = self.masks(value)
 
         def one(mask):
             put = {site_key(path, self.site): Put(jnp.where(mask, replacement, value))}
-            return metric(self.frame.run(inputs, edits=before | put).out)
+            return metric(self.view.run(inputs, edits=before | put).out)
 
         if self.chunk is None or self.chunk >= len(masks):
             return jax.vmap(one)(masks).reshape(sizes)
@@ -146,7 +146,7 @@ class _Sweep:
         return jnp.asarray(np.moveaxis(each, range(1, 1 + len(sizes)), [1 + place for place in places])), sizes
 
 
-def _sweep(frame: ModelView, inputs, metric: Callable, site: str, over, chunk: int | None) -> tuple[_Sweep, list]:
+def _sweep(view: ModelView, inputs, metric: Callable, site: str, over, chunk: int | None) -> tuple[_Sweep, list]:
     """A checked sweep, and the arrays that its metric reads."""
     over = (over,) if isinstance(over, str) else tuple(over)
     if "layer" not in over or not set(over) <= set(AXES):
@@ -158,8 +158,8 @@ def _sweep(frame: ModelView, inputs, metric: Callable, site: str, over, chunk: i
         raise ValueError(f"site = {site!r} has no heads: remove 'head' from over")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk = {chunk}: expected 1 or more, or None")
-    key, program, arrays = traced(metric, jax.eval_shape(lambda inputs: frame.run(inputs).out, inputs))
-    sweep = _Sweep(frame, key, program, site, tuple(axis for axis in AXES if axis in over), chunk)
+    key, program, arrays = traced(metric, jax.eval_shape(lambda inputs: view.run(inputs).out, inputs))
+    sweep = _Sweep(view, key, program, site, tuple(axis for axis in AXES if axis in over), chunk)
     if not sweep.paths:
         raise ValueError(
             f"site = {site!r}: the model has none that can be edited (layers of nn.scan, and layers that are "
@@ -176,7 +176,7 @@ def _swept(sweep: _Sweep, arrays, inputs, source=None):
         # All axes but heads and features are examples and positions.
         put = {path: z.mean(axis=tuple(range(z.ndim - 2)), keepdims=True) for path, z in base.values["z"].items()}
     else:
-        other = sweep.frame.run(source, want=(sweep.site,))
+        other = sweep.view.run(source, want=(sweep.site,))
         put, target = other.values[sweep.site], metric(other.out)
     each = [sweep.layer(metric, inputs, base, path, put[path]) for path in sweep.paths]
     shapes = [x.shape for x in each]

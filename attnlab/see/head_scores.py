@@ -34,10 +34,10 @@ class Scores:
       paths: paths of the L layers.
 
     >>> p = {"sink": np.array([[1e-4, 1.0]])}
-    >>> found = Scores({"sink": np.array([[0.9, 0.1]])}, {"sink": 0.1}, p, {"sink": 60}, ("block_0/attention",))
-    >>> found.heads("sink")
+    >>> scored = Scores({"sink": np.array([[0.9, 0.1]])}, {"sink": 0.1}, p, {"sink": 60}, ("block_0/attention",))
+    >>> scored.heads("sink")
     [(0, 0)]
-    >>> print(found)
+    >>> print(scored)
     sink       0.900 at block_0/attention head 0; uniform 0.100; p = 0.0001 (untrained); 60 queries
     """
 
@@ -109,8 +109,8 @@ def scores(
     >>> previous = np.broadcast_to(np.eye(12, k=-1), (16, 1, 12, 12))
     >>> uniform = np.broadcast_to(np.tri(12) / np.arange(1, 13)[:, None], (16, 1, 12, 12))
     >>> trained, untrained = (np.concatenate(heads, axis=1)[None] for heads in ([previous, uniform], [uniform] * 2))
-    >>> found = scores(trained, tokens, kinds=["previous", "induction"], untrained=untrained)
-    >>> found.values["previous"].round(3), round(found.uniform["previous"], 3), found.heads("previous")
+    >>> result = scores(trained, tokens, kinds=["previous", "induction"], untrained=untrained)
+    >>> result.values["previous"].round(3), round(result.uniform["previous"], 3), result.heads("previous")
     (array([[1.   , 0.191]]), 0.191, [(0, 0)])
     """
     tokens = np.asarray(tokens)

@@ -46,18 +46,18 @@ class Linen:
                 f"nn.jit compiles {', '.join(sorted(unseen))} and another layer as one, so their calls cannot be "
                 "distinguished: remove nn.jit, and compile the whole call"
             )
-        found = []
+        sites = []
         for path, call in calls.items():
             for name, shapes in _shapes_at(sown, path, call.rank).items():
-                found.append(site_of(name, call.kind, shapes, editable="[" not in name and call.count == 1))
+                sites.append(site_of(name, call.kind, shapes, editable="[" not in name and call.count == 1))
         streams = {path: call.is_stream and call.count == 1 for path, call in calls.items()}
         others = tuple((path, call.kind) for path, call in calls.items() if call.is_mixer and path not in sown["z"])
-        mixing = (*(site.path for site in found if site.editable), *(path for path, _ in others))
+        mixing = (*(site.path for site in sites if site.editable), *(path for path, _ in others))
         blocks = blocks_of(mixing, streams)
         outside = [
             path for path, call in calls.items() if call.is_norm and call.count == 1 and not _is_in(path, blocks)
         ]
-        return Sites(tuple(found), blocks, tuple(outside) if blocks else (), others)
+        return Sites(tuple(sites), blocks, tuple(outside) if blocks else (), others)
 
     def run(self, variables, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
         """Return (result, values by name and path); `edits` are by (path, name), `rows` of patterns `[R]` or None."""
@@ -78,19 +78,19 @@ class Linen:
     def _apply(self, variables, args, kwargs, names, requests, tapped, calls, *collections):
         options = dict(self.options)
         mutable = options.pop("mutable", False)
-        wished = [] if mutable is False else [mutable] if isinstance(mutable, str) else mutable
-        if wished is True or not isinstance(wished, list | tuple):
+        requested = [] if mutable is False else [mutable] if isinstance(mutable, str) else mutable
+        if requested is True or not isinstance(requested, list | tuple):
             raise ValueError(f"mutable = {mutable!r}: expected a list of the names of collections")
-        asked, args = [taps.asked(name) for name in names], unwrapped(args)
+        tap_names, args = [taps.asked(name) for name in names], unwrapped(args)
         listen = _Listener(names, frozenset(tapped), calls)
         with nn.intercept_methods(listen):
             out, changed = self.model.apply(
-                {**variables, **requests}, *args, **kwargs, **options, mutable=[*wished, *asked, *collections]
+                {**variables, **requests}, *args, **kwargs, **options, mutable=[*requested, *tap_names, *collections]
             )
         sown = {name: _by_path(changed.get(taps.asked(name), {})) for name in names}
         if mutable is False:
             return out, sown
-        return (out, {name: value for name, value in changed.items() if name not in asked}), sown
+        return (out, {name: value for name, value in changed.items() if name not in tap_names}), sown
 
 
 class ModuleCalls(NamedTuple):
@@ -257,34 +257,34 @@ def base(path: str) -> str:
 
 
 def _by_path(tree, path: tuple[str, ...] = ()) -> dict[str, tuple]:
-    found = {}
+    values = {}
     for name, node in tree.items():
         if name == taps.KEY:
-            found["/".join(path)] = node
+            values["/".join(path)] = node
         else:
-            found |= _by_path(node, (*path, name))
-    return found
+            values |= _by_path(node, (*path, name))
+    return values
 
 
 def _split(calls: tuple, path: str, lifted: int) -> dict:
     """The values of a module's calls by site; `lifted` leading axes come from `nn.scan` or `nn.vmap`."""
-    found = {}
+    by_site = {}
     for number, value in enumerate(calls):
         for at in np.ndindex(value.shape[:lifted]):
             site = path + (f"@{number}" if number else "") + "".join(f"[{n}]" for n in at)
             is_array = isinstance(value, jax.Array)
-            found[site] = value[at] if is_array else jax.ShapeDtypeStruct(value.shape[lifted:], value.dtype)
-    return found
+            by_site[site] = value[at] if is_array else jax.ShapeDtypeStruct(value.shape[lifted:], value.dtype)
+    return by_site
 
 
 def _shapes_at(sown, path, rank) -> dict[str, dict]:
     """The shapes of a module's values by site and name; its first argument has `rank` axes."""
-    found: dict[str, dict] = {}
+    shapes: dict[str, dict] = {}
     for name in taps.ATTENTION:
         calls = sown[name].get(path, ())
         for site, value in _split(calls, path, len(calls[0].shape) - rank - 1 if calls else 0).items():
-            found.setdefault(site, {})[name] = value
-    return found
+            shapes.setdefault(site, {})[name] = value
+    return shapes
 
 
 def site_of(path, kind, shapes, editable) -> Site:

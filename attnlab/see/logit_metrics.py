@@ -23,8 +23,8 @@ def traced(metric: Callable, result: Any) -> tuple[str, Callable, list]:
     # A new lambda, because JAX caches the program of a function that it has traced.
     closed, shape = jax.make_jaxpr(lambda out: metric(out), return_shape=True)(result)
     if getattr(shape, "shape", None) != ():
-        found = getattr(shape, "shape", type(shape).__name__)
-        raise ValueError(f"metric returned {found}, expected shape (): one number, e.g. a mean")
+        actual = getattr(shape, "shape", type(shape).__name__)
+        raise ValueError(f"metric returned {actual}, expected shape (): one number, e.g. a mean")
     digest = hashlib.sha256(str(closed.jaxpr).encode())
     for array in _inner_arrays(closed.jaxpr):
         digest.update(np.asarray(array).tobytes())

@@ -37,8 +37,8 @@ class ModelView:
         order = self.sites.order
         # Outputs of modules within blocks have paths that are not sites.
         values = {
-            name: {path: found[path] for path in (found if name == taps.MADE else order) if path in found}
-            for name, found in values.items()
+            name: {path: by_path[path] for path in (by_path if name == taps.MADE else order) if path in by_path}
+            for name, by_path in values.items()
         }
         return Run(out, values, order)
 
@@ -58,14 +58,14 @@ class ModelView:
 
 
 class _ByIdentity(ModelView):
-    """The frame of a model that cannot be hashed, such as one with arrays as fields."""
+    """The view of a model that cannot be hashed, such as one with arrays as fields."""
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
 
 def adapt(model, variables, args: tuple, kwargs: Mapping) -> tuple[ModelView, tuple]:
-    """The frame of a model, and its inputs as a pytree of arrays; `variables` may be None for an nnx module."""
+    """The view of a model, and its inputs as a pytree of arrays; `variables` may be None for an nnx module."""
     arrays = {name: value for name, value in kwargs.items() if _is_dynamic(value)}
     options = tuple((name, value) for name, value in sorted(kwargs.items()) if name not in arrays)
     adapter, state = _adapter(model, options)
@@ -76,12 +76,12 @@ def adapt(model, variables, args: tuple, kwargs: Mapping) -> tuple[ModelView, tu
         kinds = ", ".join(dict.fromkeys(kind for _, kind in sites.others))
         why = f"layers of {kinds} have no pattern and no heads" if kinds else "expected layers of attnlab.nn or of Flax"
         raise ValueError(f"{type(model).__name__} has no attention that can be seen: {why}")
-    frame = ModelView(adapter, sites)
+    view = ModelView(adapter, sites)
     try:
-        hash(frame)
+        hash(view)
     except TypeError:
         return _ByIdentity(adapter, sites), inputs
-    return frame, inputs
+    return view, inputs
 
 
 def _sites(adapter, inputs: tuple) -> Sites:

@@ -37,14 +37,14 @@ class Nnx:
                 raise ValueError(
                     f"{path} is within nnx.scan or nnx.vmap: capture a function of the model's state instead"
                 )
-        found = []
+        sites = []
         for path in seen["z"]:
             call = calls[base(path)]
             shapes = {name: seen[name][path] for name in taps.ATTENTION}
-            found.append(site_of(path, call.kind, shapes, editable=call.count == 1))
-        found.sort(key=lambda site: list(calls).index(base(site.path)))
+            sites.append(site_of(path, call.kind, shapes, editable=call.count == 1))
+        sites.sort(key=lambda site: list(calls).index(base(site.path)))
         streams = {path: call.is_stream and call.count == 1 for path, call in calls.items()}
-        return Sites(tuple(found), blocks_of(tuple(site.path for site in found if site.editable), streams))
+        return Sites(tuple(sites), blocks_of(tuple(site.path for site in sites if site.editable), streams))
 
     def run(self, state, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
         """Return (result, values by name and path); arguments as for `Linen.run`."""

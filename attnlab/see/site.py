@@ -78,8 +78,8 @@ class Sites:
 
     def values(self) -> dict[str, tuple[str, ...]]:
         """The names of the editable values at each path."""
-        found = {site.path: site.names for site in self if site.editable}
-        return found | dict.fromkeys(self.blocks, taps.STREAMS) | dict.fromkeys(self.norms, (taps.NORM,))
+        editable = {site.path: site.names for site in self if site.editable}
+        return editable | dict.fromkeys(self.blocks, taps.STREAMS) | dict.fromkeys(self.norms, (taps.NORM,))
 
     def block_of(self, path: str) -> str | None:
         """The block at or around a path; None if there is none."""
@@ -89,11 +89,11 @@ class Sites:
         rows = [("path", "kind", "heads", "queries", "keys", "pattern·v = z")]
         for site in self:
             grouped = "" if site.heads == site.kv_heads else f" ({site.kv_heads} of keys)"
-            found = "not measured"
+            verdict = "not measured"
             if site.mismatch is not None:
-                found = f"{'yes' if site.verified else 'NO'}, differs by {site.mismatch:.1e}"
+                verdict = f"{'yes' if site.verified else 'NO'}, differs by {site.mismatch:.1e}"
             lengths = (str(site.q_length), str(site.kv_length))
-            rows.append((site.path or "(the model)", site.kind, f"{site.heads}{grouped}", *lengths, found))
+            rows.append((site.path or "(the model)", site.kind, f"{site.heads}{grouped}", *lengths, verdict))
         rows += [(path, kind, "", "", "", "has no pattern") for path, kind in self.others]
         widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
@@ -112,10 +112,10 @@ def blocks_of(attention: tuple[str, ...], streams: dict[str, bool]) -> tuple[str
     def held(path):
         return sum(layer.startswith(f"{path}/") for layer in attention)
 
-    found = set()
+    blocks = set()
     for path in attention:
         candidates = [outer for outer in around(path) if streams.get(outer)]
         if candidates:
             inner = candidates[0]
-            found.add([outer for outer in candidates if held(outer) == held(inner)][-1])
-    return tuple(path for path in streams if path in found)
+            blocks.add([outer for outer in candidates if held(outer) == held(inner)][-1])
+    return tuple(path for path in streams if path in blocks)

@@ -72,48 +72,48 @@ def contributions(model, variables, *args, targets: Int[Array, "B T"], **kwargs)
     >>> parts.heads.shape, bool(jnp.allclose(parts.total, parts.logits, atol=1e-5))
     ((2, 2, 1, 3), True)
     """
-    frame, inputs = adapt(model, variables, args, kwargs)
-    if not frame.sites.blocks:
+    view, inputs = adapt(model, variables, args, kwargs)
+    if not view.sites.blocks:
         raise ValueError("contributions need a model with blocks, layers that take and return one residual stream")
-    if not isinstance(frame.adapter, Linen):
+    if not isinstance(view.adapter, Linen):
         raise ValueError("contributions need a flax.linen model: move the weights to one, see attnlab.interop")
-    parts, left, dtypes = _contributions(frame, inputs, jnp.asarray(targets))
-    apart = jnp.abs(parts.total - parts.logits).max() / jnp.maximum(jnp.abs(parts.logits).max(), 1)
+    parts, left, dtypes = _contributions(view, inputs, jnp.asarray(targets))
+    error = jnp.abs(parts.total - parts.logits).max() / jnp.maximum(jnp.abs(parts.logits).max(), 1)
     tolerance = float(np.sqrt(max(jnp.finfo(x.dtype).eps for x in jax.tree.leaves((parts, dtypes)))))
-    if not isinstance(apart, jax.core.Tracer) and not max(float(apart), float(left)) <= tolerance:
+    if not isinstance(error, jax.core.Tracer) and not max(float(error), float(left)) <= tolerance:
         raise ValueError(
-            f"the parts differ from the logits by {float(apart):.1e}, and the blocks from a sum by {float(left):.1e}: "
+            f"the parts differ from the logits by {float(error):.1e}, and the blocks from a sum by {float(left):.1e}: "
             "expected blocks x + attention + mlp and one LayerNorm or RMSNorm after the last"
         )
     return parts
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _contributions(frame: ModelView, inputs, targets):
+def _contributions(view: ModelView, inputs, targets):
     """Return (contributions, distance of the blocks from sums, a scalar of the stream's type)."""
-    first, last = frame.sites.blocks[0], frame.sites.blocks[-1]
-    run = frame.run(inputs, want=("z", taps.MADE, *taps.STREAMS, *((taps.NORM,) if frame.sites.norms else ())))
+    first, last = view.sites.blocks[0], view.sites.blocks[-1]
+    run = view.run(inputs, want=("z", taps.MADE, *taps.STREAMS, *((taps.NORM,) if view.sites.norms else ())))
     frozen = {site_key(path, taps.NORM): Put(divisor) for path, divisor in run.values.get(taps.NORM, {}).items()}
 
     def logits(stream):
         put = {site_key(last, "in"): Put(run.values["in"][last]), site_key(last, "out"): Put(stream)}
-        return _logits(frame.run(inputs, edits=frozen | put).out, targets)
+        return _logits(view.run(inputs, edits=frozen | put).out, targets)
 
     # With the norm frozen, logits are affine in the stream: one gradient gives every part's share.
     stream = run.values["out"][last]
     (gradient,) = jax.vjp(lambda stream: logits(stream).sum(), stream)[1](jnp.ones((), run.out.dtype))
     share = functools.partial(jnp.einsum, "...f,...f->...", gradient)
-    heads, blocks = [], {path: run.values["out"][path] - run.values["in"][path] for path in frame.sites.blocks}
-    for site in frame.sites:
+    heads, blocks = [], {path: run.values["out"][path] - run.values["in"][path] for path in view.sites.blocks}
+    for site in view.sites:
         kernel = _out_kernel(inputs[0], site.path)
         by_head = jnp.einsum("bthd,hdf->hbtf", run.values["z"][site.path], kernel)
         heads.append(jax.vmap(share)(by_head))
-        block = frame.sites.block_of(site.path)
+        block = view.sites.block_of(site.path)
         if block is None:
             raise ValueError(f"contributions need all attention in blocks, and {site.path} is in none")
         blocks[block] = blocks[block] - by_head.sum(axis=0)
-    with_heads = {frame.sites.block_of(site.path) for site in frame.sites}
-    left = jnp.stack([_left(run, block, blocks[block], inputs[0], frame) for block in with_heads]).max()
+    with_heads = {view.sites.block_of(site.path) for site in view.sites}
+    left = jnp.stack([_left(run, block, blocks[block], inputs[0], view) for block in with_heads]).max()
     parts = Contributions(
         heads=jnp.stack(heads),
         blocks=jnp.stack([share(rest) for rest in blocks.values()]),
@@ -124,17 +124,17 @@ def _contributions(frame: ModelView, inputs, targets):
     return parts, left, stream[(0,) * stream.ndim]
 
 
-def _left(run, block: str, rest, variables, frame: ModelView):
+def _left(run, block: str, rest, variables, view: ModelView):
     """Distance of a block from x + attention + mlp: the part of its other additions that no layer returned.
 
     Heads add their outputs to the stream unchanged only if the rest is their bias plus at most one layer's output.
     """
-    for site in frame.sites:
-        if frame.sites.block_of(site.path) == block and (bias := _out(variables, site.path).get("bias")) is not None:
+    for site in view.sites:
+        if view.sites.block_of(site.path) == block and (bias := _out(variables, site.path).get("bias")) is not None:
             rest = rest - bias
-    made = [x for path, x in run.values[taps.MADE].items() if path.startswith(f"{block}/") and x.shape == rest.shape]
+    outputs = [x for path, x in run.values[taps.MADE].items() if path.startswith(f"{block}/") and x.shape == rest.shape]
     size = jnp.maximum(jnp.abs(run.values["out"][block]).max(), 1e-30)
-    return jnp.stack([jnp.abs(rest - x).max() / size for x in (jnp.zeros_like(rest), *made)]).min()
+    return jnp.stack([jnp.abs(rest - x).max() / size for x in (jnp.zeros_like(rest), *outputs)]).min()
 
 
 def _logits(out, targets):

@@ -48,8 +48,8 @@ def run(values) -> int:
             before = f"{'with' if result.fast else 'without'} --fast and with --path={result.path}"
             raise UserError(f"--out={folder} holds {name}, run {before}: choose a new folder, or give the same flags")
 
-    def foreign(found: list[str]) -> str:
-        return f"holds other files and no {REPORT}" if found and REPORT not in found else ""
+    def foreign(names: list[str]) -> str:
+        return f"holds other files and no {REPORT}" if names and REPORT not in names else ""
 
     try:
         with paths.claim(folder, "--out", foreign) as lock, workers.interruptible():

@@ -23,7 +23,7 @@ def document(folder: Path, parts: dict[str, str]) -> str:
     parts = parts | {"policy": policy, "style": style, "script": script}
     template = (folder / "page.html").read_text(encoding="utf-8")
     # In one pass, so that "{{script}}" in a title stays text.
-    return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], template)
+    return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], template)
 
 
 def valid_unicode(text: str) -> str:

@@ -97,14 +97,14 @@ def option(doc: str, default=_REQUIRED, *, low=None, high=None, choices=(), need
 @functools.cache
 def options(declaring: type) -> Mapping[str, Option]:
     """The options of a dataclass by name; options of a nested dataclass have dotted names."""
-    found = {}
+    declared = {}
     for field in dataclasses.fields(declaring):
         if "option" in field.metadata:
             accepted = typing.get_args(field.type) or (field.type,)  # the types of a union, or one type
-            found[field.name] = field.metadata["option"]._replace(types=accepted, default=field.default)
+            declared[field.name] = field.metadata["option"]._replace(types=accepted, default=field.default)
         elif _is_group(field):
-            found |= {f"{field.name}.{name}": each for name, each in options(field.type).items()}
-    return types.MappingProxyType(found)
+            declared |= {f"{field.name}.{name}": each for name, each in options(field.type).items()}
+    return types.MappingProxyType(declared)
 
 
 def check_values(declared: Mapping[str, Option], values: Mapping[str, Any]) -> None:
@@ -155,7 +155,7 @@ def changed(record, values: Mapping[str, Any]):
     Raises:
       FieldError: an unknown name, an invalid value.
     """
-    fields, own, groups = {field.name: field for field in dataclasses.fields(record)}, {}, {}
+    fields, new_values, groups = {field.name: field for field in dataclasses.fields(record)}, {}, {}
     for name, value in values.items():
         first, _, rest = name.partition(".")
         if first not in fields or (rest and not _is_group(fields[first])):
@@ -164,14 +164,14 @@ def changed(record, values: Mapping[str, Any]):
         if rest or (isinstance(value, Mapping) and _is_group(fields[first])):
             groups.setdefault(first, {}).update({rest: value} if rest else value)
         else:
-            own[first] = value
+            new_values[first] = value
     for name, inner in groups.items():
         try:
-            own[name] = changed(own.get(name, getattr(record, name)), inner)
+            new_values[name] = changed(new_values.get(name, getattr(record, name)), inner)
         except FieldError as error:
             raise error.within(name) from None
-    check_values({name: each for name, each in options(type(record)).items() if name in own}, own)
-    return dataclasses.replace(record, **own)
+    check_values({name: each for name, each in options(type(record)).items() if name in new_values}, new_values)
+    return dataclasses.replace(record, **new_values)
 
 
 def option_values(record) -> dict[str, Any]:

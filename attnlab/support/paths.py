@@ -25,8 +25,8 @@ def claim(
         is_new = not folder.exists()
         if not is_new and not folder.is_dir():
             raise UserError(f"{flag}={folder} is a file: name a folder")
-        if not is_new and (found := foreign(sorted(os.listdir(folder)))):
-            raise UserError(f"{flag}={folder} {found}: choose a new folder")
+        if not is_new and (reason := foreign(sorted(os.listdir(folder)))):
+            raise UserError(f"{flag}={folder} {reason}: choose a new folder")
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -37,7 +37,7 @@ def versions() -> dict[str, str]:
 
 def sources(digits: int = 8) -> str:
     """The first of the 64 hex digits of the sha256 of attnlab's own Python files."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
-        found.update(file.read_bytes())
-    return found.hexdigest()[:digits]
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:digits]

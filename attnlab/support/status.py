@@ -54,7 +54,7 @@ def show(text: str) -> None:
 
 def escaped(text: str) -> str:
     r"""Return a text with escaped control characters, so that a terminal shows them instead of obeying them."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def silent(text: str) -> None:

@@ -158,12 +158,12 @@ def _parts(log: Path, position: int) -> tuple[list[list[str]], int]:
     with log.open("rb") as file:
         file.seek(position)
         whole = file.read().rpartition(b"\n")[0]  # without a line that is still being written
-    found = []
+    reports = []
     for line in whole.decode(errors="replace").split("\n"):
         if line.startswith(TOLD):
             with contextlib.suppress(ValueError):  # not printed by `tell`
-                found.append(json.loads(line.removeprefix(TOLD)))
-    return found, position + len(whole) + bool(whole)
+                reports.append(json.loads(line.removeprefix(TOLD)))
+    return reports, position + len(whole) + bool(whole)
 
 
 def _printed(log: Path, size: int) -> list[str]:

@@ -37,7 +37,7 @@ def points(grid: Sequence[str], base: RunConfig) -> list[Point]:
     names = [field for axis in axes for field, _ in axis]
     if len(set(names)) < len(names):
         raise UserError(f"--grid names config.{max(names, key=names.count)} twice: give all its values at once")
-    value_of, found = functools.cache(commands.value_of), []
+    value_of, runs = functools.cache(commands.value_of), []
     for combination in itertools.product(*(zip(*(texts for _, texts in axis)) for axis in axes)):
         values = {field: value_of(field, text) for field, text in zip(names, itertools.chain(*combination))}
         try:
@@ -46,8 +46,8 @@ def points(grid: Sequence[str], base: RunConfig) -> list[Point]:
         except UserError as error:
             raise UserError(f"--grid: {error}") from error
         values = {field: config.fields.get(field, value) for field, value in values.items()}
-        found.append(Point(name_of(values), values, config))
-    return _different(found, "--grid")
+        runs.append(Point(name_of(values), values, config))
+    return _different(runs, "--grid")
 
 
 def of_configs(runs: Sequence[RunConfig]) -> list[Point]:
@@ -63,23 +63,23 @@ def of_configs(runs: Sequence[RunConfig]) -> list[Point]:
     first = {field: value(runs[0], field) for field in fields}
     same = functools.partial(records.same, by_version=True)
     varying = [field for field in fields if not all(same(value(config, field), first[field]) for config in runs)]
-    found = []
+    named_runs = []
     for config in runs:
         config.check_effects()
         values = {field: _shown(value(config, field)) for field in varying}
-        found.append(Point(name_of(values) or "run", values, config))
-    return _different(found, "configs")
+        named_runs.append(Point(name_of(values) or "run", values, config))
+    return _different(named_runs, "configs")
 
 
-def _different(found: list[Point], where: str) -> list[Point]:
+def _different(runs: list[Point], where: str) -> list[Point]:
     """Return the runs unchanged; raise UserError if two of them would share a folder."""
-    names = [point.name for point in found]
+    names = [point.name for point in runs]
     if len(set(names)) < len(names):
         raise UserError(f"{where} names {max(names, key=names.count)} twice: give each value once")
-    folders = [point.config.checkpoint.dir for point in found if point.config.checkpoint.dir]
+    folders = [point.config.checkpoint.dir for point in runs if point.config.checkpoint.dir]
     if len(folders) > len(set(folders)):
         raise UserError(f"config.checkpoint.dir = {folders[0]}: runs cannot share it: remove it")
-    return found
+    return runs
 
 
 def _shown(value) -> Any:
@@ -94,7 +94,7 @@ def _axis(text: str) -> list[tuple[str, list[str]]]:
     known = "|".join(map(re.escape, configs.declared()))
     # Quoted values are matched first, because no field begins inside them.
     begins = re.compile(rf'"[^"]*"|(\s+)(?=config\.[\w.]+=|(?:{known})=)')
-    axis = [_field(part) for part in begins.sub(lambda found: "\n" if found[1] else found[0], text).split("\n")]
+    axis = [_field(part) for part in begins.sub(lambda match: "\n" if match[1] else match[0], text).split("\n")]
     first, texts = axis[0]
     for field, others in axis:
         if len(others) != len(texts):

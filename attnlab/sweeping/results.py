@@ -33,16 +33,16 @@ MEANS = [
 
 def report(points: list[grid.Point], folder: Path, failed: Mapping[str, str]) -> list[dict]:
     """Print and write the tables, write the page, and return the rows of the runs."""
-    groups, of_runs = group_of(points), table(points, folder, failed)
-    of_groups = group_table(groups, points, of_runs.rows)
+    groups, by_run = group_of(points), table(points, folder, failed)
+    by_group = group_table(groups, points, by_run.rows)
     printed = [
         str(each._replace(columns=[column for column in each.columns if column.key not in ("run", "group", "error")]))
-        for each in (of_runs, of_groups)
+        for each in (by_run, by_group)
         if each
     ]
     print("\n\n".join(printed))
-    _write(of_runs, of_groups, groups, folder)
-    return of_runs.rows
+    _write(by_run, by_group, groups, folder)
+    return by_run.rows
 
 
 def table(points: list[grid.Point], folder: Path, failed: Mapping[str, str]) -> Table:
@@ -97,26 +97,26 @@ def _variant(point: grid.Point) -> dict:
 
 def group_table(groups: dict[str, str], points: list[grid.Point], rows: Sequence[Mapping]) -> Table | None:
     """Build a table of groups, sorted by mean final loss, those without a finished run last; None without groups."""
-    found, loss_of = [], {row["run"]: row["loss"] for row in rows}
+    group_rows, loss_of = [], {row["run"]: row["loss"] for row in rows}
     for group in dict.fromkeys(groups.values()):
         members = [point for point in points if groups[point.name] == group]
         losses = [loss_of[point.name] for point in members if loss_of[point.name] is not None]
         mean, margin = mean_and_margin(losses)
         row = {"group": group} | _variant(members[0]) | {"seeds": len(losses), "failed": len(members) - len(losses)}
-        found.append(row | {"mean_loss": mean, "low": mean - margin, "high": mean + margin})
+        group_rows.append(row | {"mean_loss": mean, "low": mean - margin, "high": mean + margin})
     columns = [Column("group", "group"), *_fields(_variant(points[0])), *MEANS]
-    return Table(columns, sorted(found, key=lambda row: (not row["seeds"], row["mean_loss"]))) if groups else None
+    return Table(columns, sorted(group_rows, key=lambda row: (not row["seeds"], row["mean_loss"]))) if groups else None
 
 
-def _write(of_runs: Table, of_groups: Table | None, groups: dict[str, str], folder: Path) -> None:
+def _write(by_run: Table, by_group: Table | None, groups: dict[str, str], folder: Path) -> None:
     """Write the tables, the page, and with matplotlib the plot; a plot of groups shows only runs that finished."""
     (folder / GROUPS).unlink(missing_ok=True)  # from an earlier grid
-    written = {TABLE: of_runs} | ({GROUPS: of_groups} if of_groups else {})
-    for name, found in written.items():
-        paths.write_csv(folder / name, found.rows)
-    shown = [folder / row["run"] for row in of_runs.rows if not (of_groups and row["error"])]
+    written = {TABLE: by_run} | ({GROUPS: by_group} if by_group else {})
+    for name, result_table in written.items():
+        paths.write_csv(folder / name, result_table.rows)
+    shown = [folder / row["run"] for row in by_run.rows if not (by_group and row["error"])]
     shown = [workdir for workdir in shown if (workdir / "metrics.jsonl").exists()]
-    title = "Validation loss: mean over seeds, and each seed" if of_groups else "Loss of each run"
+    title = "Validation loss: mean over seeds, and each seed" if by_group else "Loss of each run"
 
     def draw(title: str, colors: Mapping[str, str]):
         from attnlab import plots  # needs matplotlib
@@ -126,17 +126,17 @@ def _write(of_runs: Table, of_groups: Table | None, groups: dict[str, str], fold
     if shown:
         try:
             paths.write_figure(folder / PLOT, draw(title, {}))
-            written[PLOT] = of_runs
+            written[PLOT] = by_run
         except UserError as error:  # without matplotlib
             print(error)
-    ends = ", ".join(f"{row['run']} {row['loss']:.4g}" for row in of_runs.rows if row["loss"] is not None)
+    ends = ", ".join(f"{row['run']} {row['loss']:.4g}" for row in by_run.rows if row["loss"] is not None)
     figures = (
         [Figure(title, f"Loss over steps. At the end: {ends}.", lambda colors: draw("", colors))]
         if PLOT in written
         else []
     )
-    folded = {"All runs": of_runs.shown()} if of_groups else {}
-    section = page.Section("Runs", table=(of_groups or of_runs).shown(), figures=figures, folded=folded)
+    folded = {"All runs": by_run.shown()} if by_group else {}
+    section = page.Section("Runs", table=(by_group or by_run).shown(), figures=figures, folded=folded)
     about = {"machine": provenance.machine()}
-    page.write(folder / PAGE, f"Sweep of {len(of_runs.rows)} runs", about, [section])
+    page.write(folder / PAGE, f"Sweep of {len(by_run.rows)} runs", about, [section])
     print(f"{', '.join([*written, PAGE])} are in {folder}")

@@ -108,17 +108,17 @@ def train_all(
 
 def _starting(runs_by_workdir: Mapping[Path, RunConfig], tell: Tell) -> list[tuple[str, list[RunPlan]]]:
     """Group the unfinished runs by the step from which they start, and report the others."""
-    found = {}
+    groups = {}
     for workdir, config in runs_by_workdir.items():
         try:
             plan = runs.resolve(config, workdir)
             if plan.origin == "finished":
                 tell(workdir.name, "")
             else:
-                found.setdefault(repr(runs.start_of(plan)), []).append(plan)
+                groups.setdefault(repr(runs.start_of(plan)), []).append(plan)
         except UserError as error:
             tell(workdir.name, commands.one_line(error))
-    return list(found.items())
+    return list(groups.items())
 
 
 def by_default() -> bool:

@@ -147,12 +147,12 @@ def _window(right: int):
 
 def _other_windows(call: AttentionCall) -> dict[str, AttentionCall]:
     left, right = call.mask.left, call.mask.right
-    found = {"a window one key larger": call.replace(mask=masks.SlidingWindow(left + 1, right))}
+    others = {"a window one key larger": call.replace(mask=masks.SlidingWindow(left + 1, right))}
     if left:
-        found["a window one key smaller"] = call.replace(mask=masks.SlidingWindow(left - 1, right))
+        others["a window one key smaller"] = call.replace(mask=masks.SlidingWindow(left - 1, right))
     if right:
-        found["a causal window"] = call.replace(mask=masks.SlidingWindow(left, 0))
-    return _as_causal(call) | found
+        others["a causal window"] = call.replace(mask=masks.SlidingWindow(left, 0))
+    return _as_causal(call) | others
 
 
 def _padding(rng, shape):

@@ -79,15 +79,15 @@ def check_attention(
 
 
 def results(function: Callable, case: Case, adapter: Callable | None = None, gradients: bool = True) -> dict:
-    """(found, expected, their ratio) of a case's outputs and gradients, by name; arguments as in `check_attention`.
+    """(actual, expected, their ratio) of a case's outputs and gradients, by name; arguments as in `check_attention`.
 
-    >>> found, expected, ratio = results(attention, draw(FEATURES["causal"], seed=0))["the gradient of q"]
-    >>> found.shape == expected.shape == (2, 13, 8, 4)
+    >>> actual, expected, ratio = results(attention, draw(FEATURES["causal"], seed=0))["the gradient of q"]
+    >>> actual.shape == expected.shape == (2, 13, 8, 4)
     True
     """
-    found, (expected, _) = Subject(_outputs(function, adapter or as_attnlab)).run(case, gradients), answers(case)
+    actual, (expected, _) = Subject(_outputs(function, adapter or as_attnlab)).run(case, gradients), answers(case)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return {name: (x, expected[name], x / expected[name]) for name, x in found.items()}
+        return {name: (x, expected[name], x / expected[name]) for name, x in actual.items()}
 
 
 def _outputs(function: Callable, adapter: Callable) -> Callable:
@@ -170,9 +170,9 @@ def _blind_spot(dtype, shape) -> str:
 
 
 def _judged(operator: Operator, subject: Subject, case: Case, gradients: bool) -> tuple[Finding, bool]:
-    """The finding of a case, and whether gradients were compared; if they raise, outputs alone are."""
+    """The finding of a case, and whether gradients were compared; if they raise, only outputs are."""
     try:
-        found = subject.run(case, gradients)
+        actual = subject.run(case, gradients)
     except AdapterError:
         raise
     except Exception as error:  # whatever the function under test raises
@@ -182,7 +182,7 @@ def _judged(operator: Operator, subject: Subject, case: Case, gradients: bool) -
                 return finding, False
         outcome, why = failure(error)
         return Finding(outcome, why, math.inf if outcome == "wrong" else 0.0), False
-    return operator.judge(subject, case, found), gradients
+    return operator.judge(subject, case, actual), gradients
 
 
 def _shrunk(operator: Operator, subject: Subject, case: Case, finding: Finding, gradients: bool):
@@ -195,47 +195,47 @@ def _shrunk(operator: Operator, subject: Subject, case: Case, finding: Finding, 
     return case, finding
 
 
-def compared(case: Case, found: dict, answers: Callable, error: Callable) -> Finding:
+def compared(case: Case, actual: dict, answers: Callable, error: Callable) -> Finding:
     """Judge results by name: `answers` gives exact and naive ones, `error` the error in units of its bound."""
     exact, naive = answers(case)
-    errors = {name: error(case, name, x, exact[name], naive[name]) for name, x in found.items()}
+    errors = {name: error(case, name, x, exact[name], naive[name]) for name, x in actual.items()}
     worst, wrong = max(errors.values()), [name for name in sorted(errors, key="out".__ne__) if not errors[name] <= 1]
     if not wrong:
         return Finding("right", worst=worst)
     for words, call in case.feature.instead(case.call).items() if wrong[0] == "out" else ():
         other, _ = answers(case._replace(call=call))
-        if error(case, "out", found["out"], other["out"], other["out"]) <= 1:
+        if error(case, "out", actual["out"], other["out"], other["out"]) <= 1:
             outcome = "ignored" if words == drawn.WITHOUT else "wrong"
             return Finding(outcome, f"it computes {words}", worst, words)
-    sizes = (f"has an error of {errors[name]:.1f} times its bound{_ratio(found[name], exact[name])}" for name in wrong)
+    sizes = (f"has an error of {errors[name]:.1f} times its bound{_ratio(actual[name], exact[name])}" for name in wrong)
     sizes = (size if math.isfinite(errors[name]) else "is not finite" for name, size in zip(wrong, sizes))
     return Finding("wrong", ", ".join(map(" ".join, zip(wrong, sizes))), worst, wrong[0])
 
 
-def _ratio(found, exact) -> str:
+def _ratio(actual, exact) -> str:
     """The range of found/expected in the middle 90% of the numbers whose expected value is not small."""
-    found, exact = np.broadcast_arrays(np.asarray(found, np.float64), np.asarray(exact, np.float64))
-    large = (abs(exact) > 0.1 * abs(exact).max(initial=0)) & np.isfinite(found)
+    actual, exact = np.broadcast_arrays(np.asarray(actual, np.float64), np.asarray(exact, np.float64))
+    large = (abs(exact) > 0.1 * abs(exact).max(initial=0)) & np.isfinite(actual)
     if not large.any():
         return ""
-    low, high = (f"{end:.3g}" for end in np.quantile(found[large] / exact[large], [0.05, 0.95]))
+    low, high = (f"{end:.3g}" for end in np.quantile(actual[large] / exact[large], [0.05, 0.95]))
     return f" (found/expected {low}{f' to {high}' if high != low else ''})"
 
 
 # Attention
 
 
-def _judge(subject: Subject, case: Case, found: dict) -> Finding:
+def _judge(subject: Subject, case: Case, actual: dict) -> Finding:
     if case.feature.name == "dropout":
-        return _judged_dropout(case, found["out"])
-    if case.feature.name.endswith("lse") and "lse" not in found:
+        return _judged_dropout(case, actual["out"])
+    if case.feature.name.endswith("lse") and "lse" not in actual:
         return Finding("refused", "it returns no lse")
     rows = reference.visible_rows(case.call)
     if not rows.all():
-        subject.meanings[MASKED_ROW] = _of_masked_rows(case, found["out"][~rows])
-    if "lse" in found and case.feature.dtype != np.float32:
+        subject.meanings[MASKED_ROW] = _of_masked_rows(case, actual["out"][~rows])
+    if "lse" in actual and case.feature.dtype != np.float32:
         subject.meanings[LSE_TYPE] = subject.types["lse"].name
-    return compared(case, found, answers, functools.partial(_error, subject))
+    return compared(case, actual, answers, functools.partial(_error, subject))
 
 
 def answers(case: Case) -> tuple[dict, dict]:
@@ -252,16 +252,16 @@ def answers(case: Case) -> tuple[dict, dict]:
     )
 
 
-def _error(subject: Subject, case: Case, name: str, found, exact, naive) -> float:
+def _error(subject: Subject, case: Case, name: str, actual, exact, naive) -> float:
     """The largest error of any row in units of its bound; infinite if a number is not finite."""
     if name == "lse" and subject.types["lse"] == np.float32:
         case = case._replace(feature=dataclasses.replace(case.feature, dtype=np.float32))
     if name in ("out", "lse"):
         rows = reference.visible_rows(case.call)
-        found, exact, naive = (x[rows] for x in (found, exact, naive))
-    if not np.isfinite(found).all():
+        actual, exact, naive = (x[rows] for x in (actual, exact, naive))
+    if not np.isfinite(actual).all():
         return math.inf
-    return float((abs(found - exact) / bounds(case, name, exact, naive)).max(initial=0))
+    return float((abs(actual - exact) / bounds(case, name, exact, naive)).max(initial=0))
 
 
 def rounding(dtype) -> float:
@@ -301,36 +301,36 @@ def _score_size(case: Case) -> float:
     return float(q * k * (case.shape.features**-0.5 if case.call.scale is None else abs(case.call.scale)))
 
 
-def _of_masked_rows(case: Case, found: np.ndarray) -> str:
-    if np.isnan(found).any():
+def _of_masked_rows(case: Case, out: np.ndarray) -> str:
+    if np.isnan(out).any():
         return "NaN"
-    if not found.any():
+    if not out.any():
         return "0"
     means = np.asarray(case.call.v, np.float64).mean(axis=1, keepdims=True)
     means = np.repeat(means, case.shape.heads // case.shape.kv_heads, axis=2)
     rows = reference.visible_rows(case.call)
-    means = np.broadcast_to(means, (*rows.shape, found.shape[-1]))[~rows]
-    return "the mean of all values" if np.allclose(means, found, atol=1e-2) else "another value"
+    means = np.broadcast_to(means, (*rows.shape, out.shape[-1]))[~rows]
+    return "the mean of all values" if np.allclose(means, out, atol=1e-2) else "another value"
 
 
 def _diagonal(subject: Subject) -> str:
     """The alignment of a function's causal mask with fewer queries than keys and without positions."""
     case = drawn.draw(drawn.FEATURES["causal"], 0, Shape(2, 5, 9, 2, 2, 4))
     try:
-        found = subject.run(case, gradients=False)["out"]
+        out = subject.run(case, gradients=False)["out"]
     except Exception:  # whatever the function under test raises
         return "refused"
     first, last = (np.arange(5, dtype=np.int32) + start for start in (0, 4))
     for meaning, q_positions in ((TOP_LEFT, first), (BOTTOM_RIGHT, last)):
         other, _ = answers(case._replace(call=case.call.replace(q_positions=q_positions, kv_positions=np.arange(9))))
-        if _error(subject, case, "out", found, other["out"], other["out"]) <= 1:
+        if _error(subject, case, "out", out, other["out"], other["out"]) <= 1:
             return meaning
     return NEITHER
 
 
-def _judged_dropout(case: Case, found: np.ndarray) -> Finding:
+def _judged_dropout(case: Case, out: np.ndarray) -> Finding:
     """Check that weights of 1/Tk become 0 (a share `RATE`, at other places in other rows) or 1/Tk/(1 − rate)."""
-    rate, kept = drawn.RATE, found != 0
+    rate, kept = drawn.RATE, out != 0
     deviation = math.sqrt(rate * (1 - rate) / kept.size)  # of the dropped share
     dropped = 1 - kept.mean()
     if dropped == 0:
@@ -339,7 +339,7 @@ def _judged_dropout(case: Case, found: np.ndarray) -> Finding:
         why = f"it drops {dropped:.4f} of the weights, expected {rate} ± {5 * deviation:.4f}"
         return Finding("wrong", why, math.inf)
     scaled = 1 / case.shape.kv_length / (1 - rate)
-    if not np.allclose(found[kept], scaled, rtol=1e-5):
+    if not np.allclose(out[kept], scaled, rtol=1e-5):
         return Finding("wrong", "kept weights are not scaled by 1/(1 − rate)", math.inf)
     for axis, what in ((0, "examples"), (1, "queries"), (2, "heads")):
         first, second = (np.take(kept, at, axis=axis) for at in (0, 1))

@@ -77,8 +77,10 @@ def check_layer(layer: nn.Module, features: int, *, capacity: int = LENGTH, seed
         return [str(error)]
     if whole.shape != x.shape:
         return [f"its outputs have shape {list(whole.shape)}, expected {list(x.shape)}, like its inputs"]
-    found = {fault: _found(fault, law, _Run(layer, apply, params, x, whole, init_cache)) for fault, law in LAWS.items()}
-    return list(dict.fromkeys(filter(None, found.values())))
+    faults = {
+        fault: _found(fault, law, _Run(layer, apply, params, x, whole, init_cache)) for fault, law in LAWS.items()
+    }
+    return list(dict.fromkeys(filter(None, faults.values())))
 
 
 def _found(fault: str, law: Callable, run: "_Run") -> str:
@@ -191,8 +193,8 @@ def _gradients(run: _Run) -> str:
     slopes = jax.jit(jax.grad(size, (0, 1)))
     for inputs, x in {"random inputs": run.x, "inputs of 0": np.zeros_like(run.x)}.items():
         with _during("its gradient"):
-            found, of_inputs = slopes(run.params, x)
-        for path, leaf in [*jax.tree_util.tree_leaves_with_path(found), ((), of_inputs)]:
+            d_params, d_inputs = slopes(run.params, x)
+        for path, leaf in [*jax.tree_util.tree_leaves_with_path(d_params), ((), d_inputs)]:
             if not np.isfinite(leaf).all():
                 name = jax.tree_util.keystr(path[1:], simple=True, separator="/") or "the inputs"
                 return f"the gradient of {name} at {inputs}; {USUAL_CAUSES}"
@@ -206,8 +208,8 @@ def _stacked(run: _Run) -> float:
     second = jax.tree.map(lambda leaf: (0.9 * leaf).astype(leaf.dtype), run.params)
     both = jax.tree.map(lambda *leaves: np.stack(leaves), run.params, second)
     with _during("a loop over stacked layers"):
-        found, _ = jax.jit(lambda params, x: jax.lax.scan(layer, x, params))(both, run.x)
-    return _error(found, run.apply(second, run.whole).out)
+        out, _ = jax.jit(lambda params, x: jax.lax.scan(layer, x, params))(both, run.x)
+    return _error(out, run.apply(second, run.whole).out)
 
 
 def _sharded(run: _Run) -> float:
@@ -241,7 +243,7 @@ LAWS = {
 }
 
 
-def _error(found, expected) -> float:
+def _error(actual, expected) -> float:
     """The largest difference over the largest value; NaN counts as infinite."""
-    error = np.abs(np.asarray(found) - expected).max() / max(np.abs(expected).max(), np.finfo(np.float32).tiny)
+    error = np.abs(np.asarray(actual) - expected).max() / max(np.abs(expected).max(), np.finfo(np.float32).tiny)
     return float(np.where(np.isnan(error), np.inf, error))

@@ -118,10 +118,10 @@ def _torch_sdpa() -> Callable:
             return None
         x = np.asarray(x)
         if x.dtype.name == "bfloat16":
-            found = torch.from_numpy(x.astype(np.float32)).to(torch.bfloat16)
+            result = torch.from_numpy(x.astype(np.float32)).to(torch.bfloat16)
         else:
-            found = torch.from_numpy(x.copy())
-        return found.requires_grad_(requires_grad) if found.is_floating_point() else found
+            result = torch.from_numpy(x.copy())
+        return result.requires_grad_(requires_grad) if result.is_floating_point() else result
 
     def numpy(x, like):
         return x.detach().to(torch.float32).numpy().astype(like.dtype)

@@ -101,9 +101,9 @@ def recurrence_answer(call: dict, d_out=None, dtype=np.float64) -> dict[str, np.
         erased = np.einsum("bhk,bhkv->bhv", r[:, t], decayed)
         S = decayed - e[:, t, ..., None] * erased[..., None, :] + w[:, t, ..., None] * v[:, t, :, None]
         out[:, t] = scale * np.einsum("bhk,bhkv->bhv", q[:, t], S)
-    found = {"out": out, "state": S}
+    results = {"out": out, "state": S}
     if d_out is None:
-        return found
+        return results
 
     d_out = np.where(inside[..., None, None], np.asarray(d_out, dtype), 0)
     d = {name: np.zeros_like(x) for name, x in {"q": q, "v": v, "w": w, "e": e, "r": r, "decay": k}.items()}
@@ -117,9 +117,9 @@ def recurrence_answer(call: dict, d_out=None, dtype=np.float64) -> dict[str, np.
         d["w"][:, t] = np.einsum("bhkv,bhv->bhk", dS, v[:, t])
         d["v"][:, t] = np.einsum("bhkv,bhk->bhv", dS, w[:, t])
         d["e"][:, t] = -np.einsum("bhkv,bhv->bhk", dS, erased)
-        of_erased = -np.einsum("bhkv,bhk->bhv", dS, e[:, t])
-        d["r"][:, t] = np.einsum("bhkv,bhv->bhk", decayed, of_erased)
-        dS = dS + r[:, t, ..., None] * of_erased[..., None, :]
+        d_erased = -np.einsum("bhkv,bhk->bhv", dS, e[:, t])
+        d["r"][:, t] = np.einsum("bhkv,bhv->bhk", decayed, d_erased)
+        dS = dS + r[:, t, ..., None] * d_erased[..., None, :]
         d["decay"][:, t] = (dS * decayed).sum(axis=-1)  # the gradient of g, because the decay is e^g
         dS = np.where(starts[:, t, None, None, None], 0, decay[:, t, ..., None] * dS)
     gradients = {"q": d["q"], "k": d["w"], "v": d["v"], "state": dS}
@@ -128,7 +128,7 @@ def recurrence_answer(call: dict, d_out=None, dtype=np.float64) -> dict[str, np.
         gradients |= {"k": beta[..., None] * both + d["r"], "beta": (k * both).sum(axis=-1)}
     if g is not None:
         gradients["g"] = d["decay"] if g.ndim == 4 else d["decay"].sum(axis=-1)
-    return found | {f"the gradient of {name}": x for name, x in gradients.items() if name in arrays}
+    return results | {f"the gradient of {name}": x for name, x in gradients.items() if name in arrays}
 
 
 def check_recurrence(
@@ -188,8 +188,8 @@ def _draw(feature: RecurrenceFeature, seed: int, shape: RecurrenceShape) -> Case
     k = k / np.linalg.norm(k, axis=-1, keepdims=True)
     v, d_out = rng.normal(size=(2, *shape.by_head, shape.values))
     call = {"q": q, "k": k, "v": v} | feature.fields(rng, shape)
-    kept = ("segment_ids", "lengths")
-    call = {name: x if name in kept else jax.tree.map(lambda x: x.astype(np.float32), x) for name, x in call.items()}
+    ints = ("segment_ids", "lengths")
+    call = {name: x if name in ints else jax.tree.map(lambda x: x.astype(np.float32), x) for name, x in call.items()}
     call |= {name: call[name].astype(feature.dtype) for name in ("q", "k", "v")}
     return Case(feature, seed, shape, call, d_out.astype(np.float32), None)
 
@@ -213,25 +213,25 @@ def _code(case: Case, why: str, gradients: bool) -> str:
     )
 
 
-def _judge(subject: Subject, case: Case, found: dict) -> Finding:
+def _judge(subject: Subject, case: Case, actual: dict) -> Finding:
     def answers(case):
         return [recurrence_answer(case.call, case.d_out, dtype) for dtype in (np.float64, np.float32)]
 
-    return compared(case, found, answers, _error)
+    return compared(case, actual, answers, _error)
 
 
-def _error(case: Case, name: str, found, exact, naive) -> float:
+def _error(case: Case, name: str, actual, exact, naive) -> float:
     """The largest error in units of its bound; infinite if a number is not finite."""
-    if not np.isfinite(found).all():
+    if not np.isfinite(actual).all():
         return math.inf
-    of_chunk = min(float(abs(np.asarray(case.call.get("g", 0), np.float64)).max()) * 64, 104)
-    floor = 4 * float(np.finfo(np.float32).eps) * (math.sqrt(case.shape.features + 3 * 64) + of_chunk)
+    chunk_decay = min(float(abs(np.asarray(case.call.get("g", 0), np.float64)).max()) * 64, 104)
+    floor = 4 * float(np.finfo(np.float32).eps) * (math.sqrt(case.shape.features + 3 * 64) + chunk_decay)
     epsilon = rounding(case.feature.dtype)  # for operands and results; the sums above round in float32
     floor += 4 * epsilon * (epsilon > float(np.finfo(np.float32).eps))
 
     def ratio(measure, size):
-        error, of_naive = (measure(abs(x - exact) / size) for x in (found, naive))
-        return float(error / (4 * of_naive + floor))
+        error, naive_error = (measure(abs(x - exact) / size) for x in (actual, naive))
+        return float(error / (4 * naive_error + floor))
 
     largest = ratio(np.max, max(abs(exact).max(), 1e-30))
     if name != "the gradient of g" or not exact.any():

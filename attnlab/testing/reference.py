@@ -76,33 +76,33 @@ def attention(call: AttentionCall, d_out=None, d_lse=None, dtype=np.float64, pro
     with np.errstate(divide="ignore"):
         lse = shift + np.log(total)
     out = rounded(rounded(p) @ v)
-    found = Answer(np.moveaxis(out, -3, -2), np.moveaxis(lse[..., 0], -1, -2), {})
+    answer = Answer(np.moveaxis(out, -3, -2), np.moveaxis(lse[..., 0], -1, -2), {})
     if d_out is None:
-        return found
+        return answer
 
     d_out = np.moveaxis(np.asarray(d_out, dtype), -2, -3)
     d_lse = 0 if d_lse is None else np.moveaxis(np.asarray(d_lse, dtype), -1, -2)[..., None]
     ds = rounded(p * (d_out @ np.swapaxes(v, -1, -2) - (out * d_out).sum(axis=-1, keepdims=True) + d_lse))
     raw = rounded(ds * slope)
 
-    def of_groups(x):
+    def sum_groups(x):
         *batch, heads, length, features = x.shape
         return x.reshape(*batch, heads // group, group, length, features).sum(axis=-3)
 
     gradients = {
         "q": scale * (raw @ k),
-        "k": of_groups(scale * (np.swapaxes(raw, -1, -2) @ q)),
-        "v": of_groups(np.swapaxes(rounded(p), -1, -2) @ d_out),
+        "k": sum_groups(scale * (np.swapaxes(raw, -1, -2) @ q)),
+        "v": sum_groups(np.swapaxes(rounded(p), -1, -2) @ d_out),
     }
     gradients = {name: rounded(np.moveaxis(x, -3, -2)) for name, x in gradients.items()}
     if call.bias is not None:
         gradients["bias"] = _summed_to(raw, np.shape(call.bias))
     if sinks is not None:
-        of_sink = np.exp(sinks - shift) / total
-        gradients["sinks"] = (of_sink * (d_lse - (out * d_out).sum(axis=-1, keepdims=True))).sum(
+        sink_weight = np.exp(sinks - shift) / total
+        gradients["sinks"] = (sink_weight * (d_lse - (out * d_out).sum(axis=-1, keepdims=True))).sum(
             axis=(*range(len(call.batch)), -1, -2)
         )
-    return found._replace(gradients=gradients)
+    return answer._replace(gradients=gradients)
 
 
 def visible(call: AttentionCall) -> np.ndarray:
@@ -147,8 +147,8 @@ def _visible(mask: masks.Mask, call: AttentionCall) -> np.ndarray:
 
 def _positions(call: AttentionCall) -> tuple[np.ndarray, np.ndarray]:
     """Positions of queries and keys, `[…, 1, Tq, 1]` and `[…, 1, 1, Tk]`."""
-    given = (call.q_positions, call.kv_positions)
-    i, j = (np.arange(n) if x is None else np.asarray(x) for n, x in zip(call.lengths, given))
+    positions = (call.q_positions, call.kv_positions)
+    i, j = (np.arange(n) if x is None else np.asarray(x) for n, x in zip(call.lengths, positions))
     return i[..., None, :, None], j[..., None, None, :]
 
 

@@ -75,7 +75,7 @@ class Report(str):
         """Create the report of these rows."""
         width, first = max((len(row.feature) for row in rows), default=0), likes(rows)
         lines = [row.line(width, first.get(row.feature, "")) for row in rows]
-        lines += [f"{choice}: {made}" for choice, made in meanings.items()]
+        lines += [f"{choice}: {meaning}" for choice, meaning in meanings.items()]
         followed = follows(meanings)
         report = super().__new__(
             cls, "\n".join([*lines, *[f"as {', '.join(followed)}"] * bool(followed), counts(rows)])
@@ -88,8 +88,8 @@ class Report(str):
     @property
     def ok(self) -> bool:
         """Whether something was compared and nothing is wrong or silently ignored."""
-        found = {row.outcome for row in self.rows}
-        return not found & {"wrong", "ignored"} and bool(found & {"right", "slow"})
+        outcomes = {row.outcome for row in self.rows}
+        return not outcomes & {"wrong", "ignored"} and bool(outcomes & {"right", "slow"})
 
     def __getitem__(self, feature: str) -> Row:
         """Return the row of a feature; raise KeyError if it was not checked."""
@@ -106,19 +106,19 @@ class Report(str):
 
 def likes(rows: Iterable[Row]) -> dict[str, str]:
     """Map each feature that repeats an earlier feature's fault to the first feature with that fault."""
-    first, found = {}, {}
+    first, repeats = {}, {}
     for row in rows:
         if row.outcome in ("wrong", "ignored") and row.fault:
             earlier = first.setdefault((row.outcome, row.fault), row.feature)
-            found |= {row.feature: earlier} if earlier != row.feature else {}
-    return found
+            repeats |= {row.feature: earlier} if earlier != row.feature else {}
+    return repeats
 
 
 def counts(rows: Sequence[Row]) -> str:
     """Say how many features have each outcome, and how many distinct faults there are."""
-    found = collections.Counter(row.outcome for row in rows)
-    parts = [f"{found[outcome]} {outcome}" for outcome in get_args(Outcome) if found[outcome]]
-    wrong = found["wrong"] + found["ignored"]
+    by_outcome = collections.Counter(row.outcome for row in rows)
+    parts = [f"{by_outcome[outcome]} {outcome}" for outcome in get_args(Outcome) if by_outcome[outcome]]
+    wrong = by_outcome["wrong"] + by_outcome["ignored"]
     faults = wrong - len(likes(rows))
     ending = f"; {faults} fault{'s' * (faults > 1)}" if wrong else ""
     return f"{len(rows)} features: {', '.join(parts)}{ending}"
@@ -126,5 +126,5 @@ def counts(rows: Sequence[Row]) -> str:
 
 def follows(meanings: Mapping[str, str]) -> list[str]:
     """The names in `PROFILES` that agree with `meanings`, if both choices of the profiles are known."""
-    seen = {choice: made for choice, made in meanings.items() if choice in (MASKED_ROW, DIAGONAL)}
-    return [name for name, made in PROFILES.items() if len(seen) == 2 and seen.items() <= made.items()]
+    seen = {choice: meaning for choice, meaning in meanings.items() if choice in (MASKED_ROW, DIAGONAL)}
+    return [name for name, profile in PROFILES.items() if len(seen) == 2 and seen.items() <= profile.items()]

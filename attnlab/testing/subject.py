@@ -62,10 +62,10 @@ def outputs_of(function: Callable, adapter: Callable, second: str, shapes: Calla
             raise AdapterError(
                 f"the adapter returned a {type(kwargs).__name__}, expected a dictionary of keyword arguments"
             )
-        found = function(**kwargs)
-        parts = found if isinstance(found, tuple) else (found, None)
+        returned = function(**kwargs)
+        parts = returned if isinstance(returned, tuple) else (returned, None)
         if len(parts) != 2 or not all(hasattr(x, "shape") for x in parts if x is not None) or parts[0] is None:
-            what = f"a tuple of {len(parts)}" if isinstance(found, tuple) else f"a {type(found).__name__}"
+            what = f"a tuple of {len(parts)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
             raise ResultError(f"it returned {what}, expected an output array, or (output, {second})")
         results = {name: x for name, x in zip(("out", second), parts) if x is not None}
         for (name, x), shape in zip(results.items(), shapes(call)):
@@ -80,11 +80,11 @@ def failure(error: Exception) -> tuple[str, str]:
     """(outcome, why) for an error of the function under test: "refused" for argument errors."""
     if isinstance(error, Unsupported | ResultError):
         return "refused" if isinstance(error, Unsupported) else "wrong", str(error)
-    said = (str(error).strip().splitlines() or [""])[0][:160]
+    message = (str(error).strip().splitlines() or [""])[0][:160]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
-    own = [frame for frame in frames if "attnlab/testing" not in frame.filename.replace("\\", "/")]
-    place = f" ({own[-1].filename.rpartition('/')[2]}:{own[-1].lineno})" if own else ""
-    return "refused" if isinstance(error, _REFUSALS) else "wrong", f"{type(error).__name__}: {said}{place}"
+    user_frames = [frame for frame in frames if "attnlab/testing" not in frame.filename.replace("\\", "/")]
+    place = f" ({user_frames[-1].filename.rpartition('/')[2]}:{user_frames[-1].lineno})" if user_frames else ""
+    return "refused" if isinstance(error, _REFUSALS) else "wrong", f"{type(error).__name__}: {message}{place}"
 
 
 class Subject:
@@ -116,12 +116,12 @@ class Subject:
             run = functools.partial(_results, self.outputs, transform, gradients)
             self._compiled[transform, gradients] = run if transform == "eager" else jax.jit(run)
         try:
-            found = self._compiled[transform, gradients](case.call, floating, weights)
+            results = self._compiled[transform, gradients](case.call, floating, weights)
         except _NEEDS_VALUES:
             run = functools.partial(_results, self.outputs, transform, gradients, case.call)
-            found = jax.jit(run)(floating, weights)
-        self.types = {name: x.dtype for name, x in found.items()}
-        return {name: np.asarray(x).astype(np.float64) for name, x in found.items()}
+            results = jax.jit(run)(floating, weights)
+        self.types = {name: x.dtype for name, x in results.items()}
+        return {name: np.asarray(x).astype(np.float64) for name, x in results.items()}
 
 
 def _over_batch_and_heads() -> jax.sharding.NamedSharding:
@@ -137,22 +137,22 @@ def floating_of(call) -> dict:
 
 
 def _results(outputs, transform, gradients, call, floating, weights) -> dict:
-    def of_arrays(arrays):
+    def on_arrays(arrays):
         whole = call | arrays if isinstance(call, dict) else call.replace(**arrays)
         if transform != "vmap":
             return outputs(whole)
         return jax.tree.map(lambda x: x[:, 0], jax.vmap(outputs)(jax.tree.map(lambda x: x[:, None], whole)))
 
-    of_arrays = jax.checkpoint(of_arrays) if transform == "remat" else of_arrays
-    return with_gradients(of_arrays, floating, lambda found: weights) if gradients else of_arrays(floating)
+    on_arrays = jax.checkpoint(on_arrays) if transform == "remat" else on_arrays
+    return with_gradients(on_arrays, floating, lambda _: weights) if gradients else on_arrays(floating)
 
 
 def with_gradients(outputs: Callable, arrays: dict, weigh: Callable[[dict], dict]) -> dict:
     """Return, by name, outputs and gradients of their sum weighted by `weigh(outputs)`; missing weights are 0."""
-    found, pull_back = jax.vjp(outputs, arrays)
-    weights = weigh(found)
+    results, pull_back = jax.vjp(outputs, arrays)
+    weights = weigh(results)
     weights = {
         name: jnp.zeros_like(x) if weights.get(name) is None else weights[name].astype(x.dtype)
-        for name, x in found.items()
+        for name, x in results.items()
     }
-    return found | {f"the gradient of {name}": x for name, x in pull_back(weights)[0].items()}
+    return results | {f"the gradient of {name}": x for name, x in pull_back(weights)[0].items()}

@@ -27,17 +27,17 @@ def find(name: str, what: str = "the function") -> Callable:
     if not module or not attribute:
         raise UserError(f"{name}: expected {what} as module:name")
     try:
-        found = importlib.import_module(module)
+        target = importlib.import_module(module)
     except Exception as error:  # whatever the module raises
-        said = f"{type(error).__name__}: {error}"
-        raise UserError(f"{name}: {module} cannot be imported ({said}): fix it, or name another module") from error
+        message = f"{type(error).__name__}: {error}"
+        raise UserError(f"{name}: {module} cannot be imported ({message}): fix it, or name another module") from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise UserError(f"{name}: {module} has no {attribute}: expected {what} as module:name")
-        found = getattr(found, part)
-    if not callable(found):
-        raise UserError(f"{name} is a {type(found).__name__}: expected {what}, a callable")
-    return found
+        target = getattr(target, part)
+    if not callable(target):
+        raise UserError(f"{name} is a {type(target).__name__}: expected {what}, a callable")
+    return target
 
 
 def subject(function: str, adapter: str | None) -> tuple[Callable, Callable, str]:
@@ -56,7 +56,7 @@ def subject(function: str, adapter: str | None) -> tuple[Callable, Callable, str
     return loaded, peer.adapter, f"{peer.package} {version}"
 
 
-def main(asked: dict) -> int:
+def main(request: dict) -> int:
     """Check one function and write its results to standard output, feature by feature."""
     import jax
     import jax.numpy as jnp
@@ -68,24 +68,24 @@ def main(asked: dict) -> int:
         jax.devices()
     except RuntimeError as error:  # JAX_PLATFORMS names a missing platform: not the function's fault
         raise UserError(f"JAX finds no device: {str(error).splitlines()[0]}") from error
-    function, adapter, version = subject(asked["function"], asked["adapter"])
+    function, adapter, version = subject(request["function"], request["adapter"])
     _say(version=version)
     options = {
-        "features": asked["features"],
-        "gradients": asked["gradients"],
-        "cases": asked["cases"] * len(asked["features"]),
+        "features": request["features"],
+        "gradients": request["gradients"],
+        "cases": request["cases"] * len(request["features"]),
         "on_row": lambda row: _say(row=dataclasses.asdict(row)),
     }
     try:
-        if asked["recurrence"]:
-            calls = asked["calls"]
+        if request["recurrence"]:
+            calls = request["calls"]
             shapes = [RecurrenceShape(length=n, features=k, values=v) for n, k, v in calls["shapes"]]
             options |= {"shapes": shapes, "dtype": jnp.dtype(calls["dtype"]).type}
             report = check_recurrence(function, None if adapter is as_attnlab else adapter, **options)
         else:
             report = check_attention(function, adapter, **options)
     except AdapterError as error:
-        raise UserError(f"{asked['adapter']}: {error}") from error
+        raise UserError(f"{request['adapter']}: {error}") from error
     _say(meanings=report.meanings | ({"it chooses as": ", ".join(report.follows)} if report.follows else {}))
     return 0
 

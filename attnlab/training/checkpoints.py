@@ -144,11 +144,11 @@ class Checkpoints:
             manifest = _read_manifest(folder)
             if manifest["step"] != step:
                 return f"it belongs to step {manifest['step']}"
-            found = {str(path.relative_to(folder)): path for path in _files(folder)}  # no name leads to another folder
+            paths = {str(path.relative_to(folder)): path for path in _files(folder)}  # no name leads to another folder
             for name, written in manifest["sha256"].items():
-                if name not in found:
+                if name not in paths:
                     return f"{name} is missing"
-                if _file_sha256(found[name]) != written:
+                if _file_sha256(paths[name]) != written:
                     return f"{name} differs from what was written"
         except FileNotFoundError as error:
             return f"{Path(error.filename or folder).name} is missing"
@@ -197,10 +197,10 @@ class Checkpoints:
         """Items of a checkpoint in the form of `like`, whether their layers are stacked on disk or not."""
         folder, wanted = self.directory / str(step) / "params", like.get("params", like.get("average"))
         try:
-            found = ocp.StandardCheckpointHandler().metadata(folder)
+            metadata = ocp.StandardCheckpointHandler().metadata(folder)
         except (ValueError, OSError, KeyError, TypeError) as error:
             raise self._unreadable(step, error) from error
-        stacked = is_stacked(getattr(found, "tree", found))
+        stacked = is_stacked(getattr(metadata, "tree", metadata))
         if stacked == is_stacked(wanted):
             return self._restore(step, **{name: ocp.args.StandardRestore(tree) for name, tree in like.items()})
         to_saved, to_wanted = (stack_layers, unstack_layers) if stacked else (unstack_layers, stack_layers)
@@ -239,8 +239,8 @@ class Checkpoints:
         folder = self.directory / str(step)
         try:
             with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-                found = reader.restore(folder, ocp.args.Composite(**items))
-                return {name: found[name] for name in items}
+                restored = reader.restore(folder, ocp.args.Composite(**items))
+                return {name: restored[name] for name in items}
         except (ValueError, OSError, KeyError, TypeError) as error:
             raise self._unreadable(step, error) from error
 

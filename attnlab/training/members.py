@@ -106,21 +106,21 @@ class Members:
         """Check the metrics of a step, each `[n]`, and record them if the step is logged."""
         rows = {index: {name: float(x[index]) for name, x in metrics.items()} for index in self.runs}
         for index, row in rows.items():
-            if found := metrics_lib.nonfinite(row):
-                self._react(index, found, step, row)
+            if fault := metrics_lib.nonfinite(row):
+                self._react(index, fault, step, row)
         if self.logs_at(step):
             self._log(step, {index: rows[index] for index in self.runs}, timer)
 
-    def _react(self, index: int, found: str, step: int, row: dict) -> None:
+    def _react(self, index: int, fault: str, step: int, row: dict) -> None:
         """End a run whose metrics are not finite, or report that its optimizer skipped the step."""
         if self.config.on_nonfinite == "skip" and math.isfinite(row["param_norm"]):
-            self._print(index, f"step {step} is skipped: {found} ({row['skipped']:.0f} skipped in total)")
+            self._print(index, f"step {step} is skipped: {fault} ({row['skipped']:.0f} skipped in total)")
         else:
-            self._diverge(index, found, step)
+            self._diverge(index, fault, step)
 
     def _log(self, step: int, rows: dict[int, dict], timer: Timer) -> None:
         tokens_per_second, rate = self._tokens(1) / timer.pace, self.program.learning_rate  # per run
-        of_all = self.population.n * tokens_per_second
+        throughput = self.population.n * tokens_per_second
         peaks = metrics_lib.memory_peaks(jax.local_devices())
         for index, row in rows.items():
             run = self.runs[index]
@@ -136,13 +136,13 @@ class Members:
                 **({"learning_rate": float(rate(peak, step - 1))} if rate else {}),
                 tokens=self._tokens(step),
                 tokens_per_second=tokens_per_second,
-                mfu=self._flops * of_all / (self._peak_flops * self._devices),
+                mfu=self._flops * throughput / (self._peak_flops * self._devices),
                 peak_flops=self._peak_flops,
                 data_wait_time_share=timer.waited_share,
                 **peaks,
             )
         shown = "  ".join(metrics_lib.format_scores("train", row) for row in rows.values())
-        self.reporter.step(step, f"{shown}  {of_all:,.0f} tokens/s")
+        self.reporter.step(step, f"{shown}  {throughput:,.0f} tokens/s")
 
     # ------------------------------------------------------------------------------------------------- evaluation
 
@@ -156,16 +156,16 @@ class Members:
         """Evaluate the state on the validation text; return False if `stop()` ended the evaluation."""
         text, params = next(iter(self.runs.values())).text, self.population.states(self.state).evaluated
         with self._on_phase("evaluation"):
-            found = self.program.evaluate(params, text.validation, stop, self.population)
-        for index, run in list(self.runs.items()) if found else ():
-            scores = {**found[index], **run.text.bits_of(found[index]["loss"])}
+            results = self.program.evaluate(params, text.validation, stop, self.population)
+        for index, run in list(self.runs.items()) if results else ():
+            scores = {**results[index], **run.text.bits_of(results[index]["loss"])}
             if not math.isfinite(scores["loss"]):
                 self._diverge(index, f"validation loss is {scores['loss']}", step)
                 continue
             if run.log and run.log.validation(step) is None:
                 run.log.write(step=step, split="val", **scores, tokens=self._tokens(step))
             self._print(index, f"step {step}/{self.config.steps}  {metrics_lib.format_scores('validation', scores)}")
-        return found is not None
+        return results is not None
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
@@ -253,7 +253,7 @@ class Members:
             self._print(index, f"done: {shown}, peak memory {peak / 1e9:.2f} GB")
             self._tell_of_use(run)
 
-    def _diverge(self, index: int, found: str, step: int) -> None:
+    def _diverge(self, index: int, fault: str, step: int) -> None:
         """End a run because its metrics are not finite; nothing more of it is saved."""
         run = self.runs[index]
         if run.log:
@@ -262,7 +262,7 @@ class Members:
         steps = run.checkpoints.steps()
         where = f"the last good checkpoint is step {steps[-1]}" if steps else "no checkpoint was saved yet"
         self.errors[index] = UserError(
-            f"{found} at step {step}; {where} in {run.plan.workdir}: lower config.optimizer.learning_rate or "
+            f"{fault} at step {step}; {where} in {run.plan.workdir}: lower config.optimizer.learning_rate or "
             "config.optimizer.clip_norm, or set config.on_nonfinite=skip, in a new --workdir"
         )
         self._end(index)

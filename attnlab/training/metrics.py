@@ -184,9 +184,9 @@ def memory_peaks(devices: Iterable[jax.Device]) -> dict[str, int]:
       device, where the backend reports it (CPUs do not).
     """
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, else KiB
-    found = {"host_peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-    told = [peak for device in devices if (peak := memory_stats(device).get("peak_bytes_in_use"))]
-    return found | ({"device_peak_memory_bytes": max(told)} if told else {})
+    peaks = {"host_peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    device_peaks = [peak for device in devices if (peak := memory_stats(device).get("peak_bytes_in_use"))]
+    return peaks | ({"device_peak_memory_bytes": max(device_peaks)} if device_peaks else {})
 
 
 def memory_stats(device: jax.Device) -> dict[str, int]:

@@ -156,8 +156,8 @@ def _sgd(config: Optimizer, rates, b2: float) -> optax.GradientTransformation:
 
 def _muon(config: Optimizer, rates, b2: float, matrices) -> optax.GradientTransformation:
     if not matrices:
-        found = "none were passed" if matrices is None else "no nn.Dense or other layer multiplies features"
-        raise UserError(f"config.optimizer.name = 'muon' needs the model's matrices, but {found}: use adamw")
+        reason = "none were passed" if matrices is None else "no nn.Dense or other layer multiplies features"
+        raise UserError(f"config.optimizer.name = 'muon' needs the model's matrices, but {reason}: use adamw")
 
     def axes(params):
         return jax.tree_util.tree_map_with_path(lambda path, _: _dimensions(_matrix(matrices, path)), params)

@@ -34,15 +34,15 @@ class Overrides(NamedTuple):
 
     def code(self, config: RunConfig) -> dict[str, versions.Code]:
         """The user code that a run computes with, as "model" and "optimizer"; each is absent if it has none."""
-        found, packed = {}, config.data.packing == "documents"
+        code, packed = {}, config.data.packing == "documents"
         model = config.model if self.model is None else self.model
         if self.model is not None or custom.code(config.model):
-            found["model"] = versions.of_model(model, config.model.context, packed)
+            code["model"] = versions.of_model(model, config.model.context, packed)
         if self.optimizer is not None:
             module = GPT(model) if isinstance(model, ModelConfig) else model
             params = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-            found["optimizer"] = versions.of_optimizer(self.optimizer, params)
-        return found
+            code["optimizer"] = versions.of_optimizer(self.optimizer, params)
+        return code
 
     def check_continues(self, saved: Mapping, config: RunConfig, workdir) -> None:
         """Raise UserError unless the run in a workdir, whose `config.json` is `saved`, has the same code."""
@@ -85,12 +85,12 @@ class Overrides(NamedTuple):
                 return "float32"
             # If a module has no `dtype`, Flax computes in the type of its parameters.
             dtype = jnp.result_type(*jax.tree.leaves(shapes))
-        found = jnp.dtype(dtype).name
-        if found not in _PRECISIONS:
-            raise UserError(f"{name} computes in {found}: expected {' or '.join(_PRECISIONS)}")
-        if configured not in ("auto", found) and (configured, found) != ("tf32", "float32"):
-            raise UserError(f"config.precision = {configured!r}, but {name} computes in {found}: remove it")
-        return found if configured == "auto" else configured
+        actual = jnp.dtype(dtype).name
+        if actual not in _PRECISIONS:
+            raise UserError(f"{name} computes in {actual}: expected {' or '.join(_PRECISIONS)}")
+        if configured not in ("auto", actual) and (configured, actual) != ("tf32", "float32"):
+            raise UserError(f"config.precision = {configured!r}, but {name} computes in {actual}: remove it")
+        return actual if configured == "auto" else configured
 
 
 NOTHING = Overrides()
@@ -114,8 +114,8 @@ def with_parts(config: RunConfig, *, layers=None, mask: Mask | None = None, scor
             if name not in {field.name for field in dataclasses.fields(layer)}:
                 raise UserError(f"{name}= applies to attention, which {layer.kind} layers do not have: remove it")
             wanted = getattr(type(layer)(**{name: value}), name)
-            if (own := getattr(layer, name)) is not None and not records.same(own, wanted):
-                raise UserError(f"{name} = {value!r}, but {layer.kind} layers have {own!r}: remove one of them")
+            if (current := getattr(layer, name)) is not None and not records.same(current, wanted):
+                raise UserError(f"{name} = {value!r}, but {layer.kind} layers have {current!r}: remove one of them")
         if value is not None:
             config = config.changed({f"model.layers[{n}].{name}": value for n in range(len(config.model.layers))})
     return config

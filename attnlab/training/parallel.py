@@ -105,17 +105,17 @@ class Parallel(NamedTuple):
         if self.strategy == "pmap":
             return jax.process_index(), jax.process_count()
         devices = self.mesh.devices.reshape(math.prod(self.mesh.shape[name] for name in BATCH), -1)
-        of_process = {}
-        for row, of_row in enumerate(devices):
-            for device in of_row:
-                of_process.setdefault(device.process_index, set()).add(row)
-        shares = sorted({tuple(sorted(rows)) for rows in of_process.values()})
+        by_process = {}
+        for row, row_devices in enumerate(devices):
+            for device in row_devices:
+                by_process.setdefault(device.process_index, set()).add(row)
+        shares = sorted({tuple(sorted(rows)) for rows in by_process.values()})
         if sum(map(len, shares)) != len(devices) or len({len(rows) for rows in shares}) != 1:
             raise UserError(
-                f"the mesh {dict(self.mesh.shape)} gives {len(of_process)} processes overlapping shares of a batch: "
+                f"the mesh {dict(self.mesh.shape)} gives {len(by_process)} processes overlapping shares of a batch: "
                 "use sizes of config.parallel.mesh that divide, or are multiples of, the number of devices per process"
             )
-        return shares.index(tuple(sorted(of_process[jax.process_index()]))), len(shares)
+        return shares.index(tuple(sorted(by_process[jax.process_index()]))), len(shares)
 
     def place_batch(self, batch: Batch, axis: int = 0) -> Batch:
         """Split this process' sequences of a global batch, which lie along `axis`, over its devices."""
@@ -211,11 +211,11 @@ def make(
         among //= size
         taken += [f"{name} = {size}"] if size > 1 else []
     split = fsdp * context * tensor
-    data, given = (available // split, data) if data == -1 else (data, data)
+    data, requested = (available // split, data) if data == -1 else (data, data)
     count = data * split
     if not 1 <= count <= available or (count != available and (jax.process_count() > 1 or strategy == "pmap")):
         raise UserError(
-            f"config.parallel.mesh.data = {given}, but there are {available} devices: use −1 for all"
+            f"config.parallel.mesh.data = {requested}, but there are {available} devices: use −1 for all"
             + (" (pmap always takes all)" if strategy == "pmap" else f", or 1 to {available // split}")
         )
     # Neighbours in the mesh are neighbours in a TPU's torus where possible; an axis of the torus may be shared.

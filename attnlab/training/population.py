@@ -49,9 +49,9 @@ class Population(NamedTuple):
         """Batches of the population by step, from the batches of each run."""
         return batches[0] if self.n == 1 else Stacked(batches)
 
-    def values(self, of_runs: Sequence[Any]) -> Any:
+    def values(self, trees: Sequence[Any]) -> Any:
         """Combine each run's tree of numbers into one tree."""
-        return of_runs[0] if self.n == 1 else jax.tree.map(lambda *x: np.stack(x), *of_runs)
+        return trees[0] if self.n == 1 else jax.tree.map(lambda *x: np.stack(x), *trees)
 
     def rows(self, metrics) -> dict[str, np.ndarray]:
         """Metrics on the host, `[steps, n]`."""

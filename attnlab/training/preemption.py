@@ -17,8 +17,8 @@ PEER_LOST = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again"
 def is_peer_lost(error: Exception) -> bool:
     """Whether another process may have caused an error in this one; JAX also raises Gloo errors as ValueErrors."""
     is_own = any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Traceback"))  # the latter from a callback
-    of_runtime = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
-    return not is_own and (of_runtime or "Gloo" in str(error))
+    is_runtime = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
+    return not is_own and (is_runtime or "Gloo" in str(error))
 
 
 def exit_peer_lost(why: str) -> None:

@@ -38,23 +38,23 @@ def completed(config: RunConfig, workdir: Workdir) -> tuple[RunConfig, tokenizer
     else:
         was, tokenizer = _source(config)
         has_tokenizer = tokenizer is not None
-    known, here, there = declared(), config.fields, was.fields
-    found = {name: x for name, x in there.items() if name.startswith("model.") and not _is_set_here(name)}
-    found |= {"data.tokenizer": "pretrained"} if has_tokenizer else {}
-    own = {name: None for name in here if name.startswith("model.") and not _is_set_here(name)}
-    for name in own | found:
+    known, here, source_fields = declared(), config.fields, was.fields
+    inherited = {name: x for name, x in source_fields.items() if name.startswith("model.") and not _is_set_here(name)}
+    inherited |= {"data.tokenizer": "pretrained"} if has_tokenizer else {}
+    inheritable = {name: None for name in here if name.startswith("model.") and not _is_set_here(name)}
+    for name in inheritable | inherited:
         usual = known[name].default if name in known else None
-        value = found.get(name, usual)
+        value = inherited.get(name, usual)
         if (set_ := here.get(name, value)) not in (value, usual):
             raise UserError(
                 f"config.{name} = {set_!r} has no effect with config.init_from = {config.init_from}, where it is "
                 f"{value!r}: remove it"
             )
     shape = was.changed({name: x for name, x in here.items() if name.startswith("model.") and _is_set_here(name)})
-    data = dataclasses.replace(config.data, tokenizer=found.get("data.tokenizer", config.data.tokenizer))
-    found = {"model": shape.model, "vocab_size": shape.vocab_size, "scan": shape.scan, "data": data}
+    data = dataclasses.replace(config.data, tokenizer=inherited.get("data.tokenizer", config.data.tokenizer))
+    changes = {"model": shape.model, "vocab_size": shape.vocab_size, "scan": shape.scan, "data": data}
     try:
-        return dataclasses.replace(config, **found), tokenizer
+        return dataclasses.replace(config, **changes), tokenizer
     except FieldError as error:
         raise UserError(f"config.{error}") from None
 
@@ -71,18 +71,18 @@ def _source(config: RunConfig) -> tuple[RunConfig, tokenizers.Tokenizer | None]:
             f"config.init_from = {source} holds neither a run nor a Hugging Face model: name a workdir, or a "
             "folder with config.json, model.safetensors and tokenizer files"
         )
-    _, tokenizer, found = peek(source)
-    if found.model.position_encoding == "learned" and config.model.context > found.model.context:
+    _, tokenizer, init_config = peek(source)
+    if init_config.model.position_encoding == "learned" and config.model.context > init_config.model.context:
         raise UserError(
-            f"config.model.context = {config.model.context}, but the model in {source} has {found.model.context} "
-            f"learned positions: set --config.model.context={found.model.context}, or less"
+            f"config.model.context = {config.model.context}, but the model in {source} has {init_config.model.context} "
+            f"learned positions: set --config.model.context={init_config.model.context}, or less"
         )
     if tokenizer is None and config.data.tokenizer == "pretrained":
         raise UserError(
             f"config.init_from = {source} has no tokenizer: put tokenizer.json there, or vocab.json and "
             "merges.txt, or choose the one that the model was trained with, e.g. --config.data.tokenizer=byte"
         )
-    return found, tokenizer
+    return init_config, tokenizer
 
 
 def params(config: RunConfig, like):

@@ -42,8 +42,8 @@ def shared_programs(programs: dict | None = None) -> Iterator[None]:
 
     A nested context shares the programs of the outer one; `programs` is for sharing them between several contexts.
     """
-    found = _PROGRAMS.get() if programs is None else programs
-    token = _PROGRAMS.set({} if found is None else found)
+    shared = _PROGRAMS.get() if programs is None else programs
+    token = _PROGRAMS.set({} if shared is None else shared)
     try:
         yield
     finally:
@@ -108,9 +108,9 @@ class TrainProgram:
             self._optimizer_at = lambda at: self.optimizer
         self._first = self  # the instance that holds the programs
         if (programs := _PROGRAMS.get()) is not None:
-            own = map(_hashable, (model, optimizer))
+            user_code = map(_hashable, (model, optimizer))
             config = _without_arguments(config), overrides.version(config)
-            key = *config, self.parallel, vocab_size, repr(extensions), *own
+            key = *config, self.parallel, vocab_size, repr(extensions), *user_code
             self._first = programs.setdefault(key, self)
 
     @functools.cached_property
@@ -143,14 +143,14 @@ class TrainProgram:
     ) -> tuple:
         """Take a step on each batch; return (state, metrics float32 `[max_steps]`, set for each batch).
 
-        Consumes the state. `max_steps` is the number of batches for which the program has room. With several runs,
+        Consumes the state. `max_steps` is the largest number of batches that the program takes. With several runs,
         state, batches and metrics have an axis of runs: see `Population`.
         """
         per_run = self.per_run([self.config]) if per_run is None else per_run
 
-        def stacked(*of_steps):
-            stack = np.zeros((max_steps, *of_steps[0].shape), of_steps[0].dtype)
-            stack[: len(of_steps)] = of_steps
+        def stacked(*arrays):
+            stack = np.zeros((max_steps, *arrays[0].shape), arrays[0].dtype)
+            stack[: len(arrays)] = arrays
             return stack
 
         placed = self.parallel.place_batch(jax.tree.map(stacked, *batches), 1 + len(population.axes))
@@ -253,7 +253,7 @@ class TrainProgram:
             if stop():
                 return None
             sums = sums + np.float64(jax.device_get(step(params, self.parallel.place_batch(batch))))
-        return [_means(*of_run) for of_run in np.atleast_2d(sums)]
+        return [_means(*run_sums) for run_sums in np.atleast_2d(sums)]
 
     def forget_init(self) -> None:
         """Free the program that draws parameters, which is large."""

@@ -98,8 +98,8 @@ def resolve(
         overrides.check_continues(folder.previous_run, config, folder)
     copies = folder.path.absolute() / "source"  # code from a notebook cell has no other file
     sources = custom.sources(config.model.layers).items()
-    of_kinds = [(kind, source) for kind, source in sources if kind in KINDS]
-    code = {kind: {"file": str(copies / source.path) if source.text else ""} for kind, source in of_kinds}
+    registered = [(kind, source) for kind, source in sources if kind in KINDS]
+    code = {kind: {"file": str(copies / source.path) if source.text else ""} for kind, source in registered}
     metadata = overrides.metadata() | ({"code": code} if code else {})
     if eval_only and folder.previous_run is None:
         raise UserError(f"{folder} holds no run to evaluate: train first")
@@ -238,8 +238,8 @@ def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: RunConfig, 
     """The step to resume from, or 0, and the faults of newer checkpoints; UserError if a required one is missing."""
     newest, damaged = checkpoints.newest_intact() if jax.process_index() == 0 else (None, {})
     newest = parallel_lib.from_first_process(-1 if newest is None else newest)
-    start, found, previous_run = max(newest, 0), newest >= 0, workdir.previous_run
-    if found and previous_run is None:
+    start, has_checkpoint, previous_run = max(newest, 0), newest >= 0, workdir.previous_run
+    if has_checkpoint and previous_run is None:
         raise UserError(
             f"config.checkpoint.dir = {config.checkpoint.dir} holds checkpoints of another run: choose a new folder"
         )
@@ -250,11 +250,11 @@ def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: RunConfig, 
     reached = max((record["step"] for record in metrics_lib.read(workdir.metrics)), default=0)
     if reached > 2 * was.checkpoint.every:
         raise UserError(
-            f"{checkpoints.directory} holds no checkpoint{' after step 0' if found else ''}, but the run had reached "
-            f"step {reached} with checkpoints in {workdir.checkpoint_dir(was)}: restore them, or start over in another "
-            "--workdir"
+            f"{checkpoints.directory} holds no checkpoint{' after step 0' if has_checkpoint else ''}, but the run had "
+            f"reached step {reached} with checkpoints in {workdir.checkpoint_dir(was)}: restore them, or start over in "
+            "another --workdir"
         )
-    if eval_only and not found:
+    if eval_only and not has_checkpoint:
         raise UserError(f"{workdir} holds no checkpoint to evaluate: train longer")
     return start, damaged
 
@@ -272,8 +272,8 @@ def _versions(plan: RunPlan) -> dict:
     """The entry "versions" of `config.json`, for the code with which the run began; {} without user code."""
     if plan.workdir.previous_run is not None:
         return {name: x for name, x in plan.workdir.previous_run.items() if name == "versions"}
-    found = {part: code.record() for part, code in plan.overrides.code(plan.config).items()}
-    return {"versions": found} if found else {}
+    entries = {part: code.record() for part, code in plan.overrides.code(plan.config).items()}
+    return {"versions": entries} if entries else {}
 
 
 def _open_files(

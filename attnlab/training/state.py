@@ -192,8 +192,8 @@ def repeated(step: Callable, state, batches: Batch, per_run, count) -> tuple:
 
     def take(number, carry):
         state, metrics = carry
-        state, found = step(state, jax.tree.map(lambda x: x[number], batches), per_run)
-        return state, jax.tree.map(lambda old, new: old.at[number].set(new), metrics, found)
+        state, step_metrics = step(state, jax.tree.map(lambda x: x[number], batches), per_run)
+        return state, jax.tree.map(lambda old, new: old.at[number].set(new), metrics, step_metrics)
 
     return jax.lax.fori_loop(0, count, take, (state, metrics))
 

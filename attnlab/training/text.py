@@ -119,9 +119,9 @@ def _tokenizer(corpus, data: Data, say: Callable[[str], None]) -> tokenizers.Tok
         return tokenizers.from_dict(known)
     sample = corpus.sample(data.tokenizer_sample << 20)
     say(f"training a tokenizer of {data.vocab_size:,} tokens on {len(sample) / 1e6:,.1f} million characters")
-    made = tokenizers.make(kind, sample, data.vocab_size, characters)
-    cache.remember("tokenizers", key, made.to_dict())
-    return made
+    tokenizer = tokenizers.make(kind, sample, data.vocab_size, characters)
+    cache.remember("tokenizers", key, tokenizer.to_dict())
+    return tokenizer
 
 
 def _starts(texts: list[store.Tokens], data: Data) -> list | None:

@@ -59,8 +59,8 @@ class TensorBoard:
                 self._file = event_file_writer.EventsWriter(str(self._folder / "events"), suffix)
                 self._file.write_event(Event(file_version="brain.Event:2"))
             for name, value in metrics.items():
-                made = summary.text(name, value) if isinstance(value, str) else summary.scalar(name, value)
-                self._file.write_event(Event(step=step, wall_time=time.time(), summary=made))
+                entry = summary.text(name, value) if isinstance(value, str) else summary.scalar(name, value)
+                self._file.write_event(Event(step=step, wall_time=time.time(), summary=entry))
             self._file.flush()
         except ImportError:
             self._disable("tensorboardX is not installed: pip install 'attnlab[log]'")

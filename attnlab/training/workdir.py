@@ -141,8 +141,8 @@ def read_run(workdir: Path) -> tuple[dict, RunConfig]:
 def _arrays(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a config, by sha256; {} without the file."""
     try:
-        with np.load(path) as found:
-            return dict(found)
+        with np.load(path) as arrays:
+            return dict(arrays)
     except FileNotFoundError:
         return {}
     except Exception as error:  # from zipfile, NumPy or the disk
@@ -150,10 +150,10 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def _check_format(saved: dict, path: Path) -> None:
-    if (found := saved.get("format", 0)) not in (1, configs.FORMAT) and "steps" in saved:
+    if (saved_format := saved.get("format", 0)) not in (1, configs.FORMAT) and "steps" in saved:
         raise UserError(
-            f"{path} has format {found}, and this version of attnlab reads 1 and {configs.FORMAT}: use the version "
-            "that wrote it, or train again in a new --workdir"
+            f"{path} has format {saved_format}, and this version of attnlab reads 1 and {configs.FORMAT}: use the "
+            "version that wrote it, or train again in a new --workdir"
         )
 
 
@@ -179,9 +179,11 @@ def read_tokenizer(workdir: Path, saved: dict) -> tokenizers.Tokenizer:
     """The tokenizer in a workdir; UserError if it is missing, damaged, or not the tokenizer of `saved`."""
     path = workdir / "tokenizer.json"
     tokenizer = tokenizers.load(path)
-    found, expected = hashlib.sha256(files.read(path)).hexdigest(), saved.get("tokenizer_sha256")
-    if found != expected:
-        raise UserError(f"{path} belongs to another run (sha256 {found}, expected {expected}): restore this run's file")
+    actual, expected = hashlib.sha256(files.read(path)).hexdigest(), saved.get("tokenizer_sha256")
+    if actual != expected:
+        raise UserError(
+            f"{path} belongs to another run (sha256 {actual}, expected {expected}): restore this run's file"
+        )
     return tokenizer
 
 

@@ -332,9 +332,9 @@ def _contenders(label, task, torch, folder) -> dict[str, Callable]:
     contenders["jax.nn"] = functools.partial(_ready, peers.jax_nn, task, attend)
     if torch:
         _save(task, folder)
-        own = folder / label
-        own.mkdir()
-        contenders |= {name: functools.partial(_ready_in_torch, torch, name, task, folder, own) for name in _TORCH}
+        subdir = folder / label
+        subdir.mkdir()
+        contenders |= {name: functools.partial(_ready_in_torch, torch, name, task, folder, subdir) for name in _TORCH}
     return contenders
 
 
@@ -370,17 +370,17 @@ def _alone(queued: Callable, calls: int) -> float:
     return queued(2 * calls) - queued(calls) if jax.default_backend() == "gpu" else queued(calls)
 
 
-def _ready_in_torch(start, name, task, folder, own):
-    worker = start(own / f"{name}.log")
+def _ready_in_torch(start, name, task, folder, subdir):
+    worker = start(subdir / f"{name}.log")
     options = {"mask": task.mask, "window": task.window, "dtype": "bfloat16", "shape": task.q.shape}
     worker.ask("take", folder=str(folder), **options)
-    (own / name).mkdir()
-    count = worker.ask("enter", name=name, folder=str(own / name))["answers"]
+    (subdir / name).mkdir()
+    count = worker.ask("enter", name=name, folder=str(subdir / name))["answers"]
 
     def seconds(which, calls):
         return _alone(lambda calls: worker.ask("seconds", name=name, which=which, calls=calls)["seconds"], calls)
 
-    return [np.load(own / name / f"{at}.npy") for at in range(count)], seconds
+    return [np.load(subdir / name / f"{at}.npy") for at in range(count)], seconds
 
 
 def flops_of(task: peers.Task, which: str) -> float:

@@ -90,9 +90,9 @@ def race(report: Report, sizes: Sizes, rounds: int, block: float, python: str, f
                     timers[which][name] = timer
             except (UserError, ValueError) as error:
                 print(f"{name} is left out of recurrence, {feature}: {commands.one_line(error)}", flush=True)
-        for which, of_pass in timers.items():
-            if of_pass:
-                _record(report, feature, which, alternate(of_pass, rounds, block))
+        for which, pass_timers in timers.items():
+            if pass_timers:
+                _record(report, feature, which, alternate(pass_timers, rounds, block))
 
 
 def _ours(call: dict, impl: str) -> dict[str, Callable]:

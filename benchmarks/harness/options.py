@@ -56,10 +56,10 @@ def check_peer(values) -> None:
     python = values.peer_python or sys.executable
     find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
     try:
-        found = subprocess.run([python, "-c", find], capture_output=True).returncode == 0
+        has_torch = subprocess.run([python, "-c", find], capture_output=True).returncode == 0
     except OSError as error:
         raise UserError(f"--peer_python={python} cannot be started: {error.strerror}") from error
-    if not found:
+    if not has_torch:
         raise UserError(f"--peer_python={python} has no torch: give a Python with torch installed")
 
 
@@ -79,11 +79,11 @@ def check_positive(values, *names: str) -> None:
             raise UserError(f"--{name}={values[name].value}: expected 1 or more")
 
 
-def check_known(flag: str, given: Iterable[str], known: Iterable[str]) -> None:
+def check_known(flag: str, names: Iterable[str], known: Iterable[str]) -> None:
     """Raise UserError when a list is empty, or has an unknown entry."""
-    if not given:
+    if not names:
         raise UserError(f"--{flag} is empty: use {', '.join(known)}")
-    for name in given:
+    for name in names:
         if name not in known:
             raise UserError(f"--{flag}: {name!r} is unknown{nearest(name, known)}: use {', '.join(known)}")
 
@@ -100,10 +100,10 @@ def whole_numbers(values, name: str) -> list[int]:
     Raises:
       UserError: the list is empty, or an entry is not an integer of 1 or more.
     """
-    given = values[name].value
-    if not given or not all(n.isdecimal() and int(n) >= 1 for n in given):
-        raise UserError(f"--{name}={','.join(given)}: expected integers of 1 or more, e.g. 64,128")
-    return [int(n) for n in given]
+    entries = values[name].value
+    if not entries or not all(n.isdecimal() and int(n) >= 1 for n in entries):
+        raise UserError(f"--{name}={','.join(entries)}: expected integers of 1 or more, e.g. 64,128")
+    return [int(n) for n in entries]
 
 
 def keep(path: str | None, figures: dict) -> None:

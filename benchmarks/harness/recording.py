@@ -54,11 +54,11 @@ def add(values, benchmark: str, cases: dict[str, dict]) -> None:
     if values.record is None:
         return
     about = {"date": datetime.date.today().isoformat(), "versions": _versions(values), **_idle()}
-    file, found = _load(Path(values.record))
-    kept = found["benchmarks"].get(benchmark, {})
-    kept |= {case: about | {"figures": _rounded(figures)} for case, figures in cases.items()}
-    found["benchmarks"][benchmark] = kept
-    paths.write_text(file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    file, record = _load(Path(values.record))
+    merged = record["benchmarks"].get(benchmark, {})
+    merged |= {case: about | {"figures": _rounded(figures)} for case, figures in cases.items()}
+    record["benchmarks"][benchmark] = merged
+    paths.write_text(file, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     print(f"recorded: {file}")
 
 
@@ -74,16 +74,16 @@ def machine() -> dict:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
     except OSError:
         first = ""
-    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    cpuinfo = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
     device = jax.local_devices()[0]
     gpu = {"gpu": device.device_kind, "compute_capability": str(getattr(device, "compute_capability", ""))}
     return (gpu if device.platform == "gpu" else {}) | {
-        "vendor": facts.get("vendor_id", platform.machine()),
-        "family": facts.get("cpu family"),
-        "model": facts.get("model"),
-        "name": facts.get("model name", platform.processor()),
+        "vendor": cpuinfo.get("vendor_id", platform.machine()),
+        "family": cpuinfo.get("cpu family"),
+        "model": cpuinfo.get("model"),
+        "name": cpuinfo.get("model name", platform.processor()),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "instruction_sets": [each for each in INSTRUCTION_SETS if each in facts.get("flags", "").split()],
+        "instruction_sets": [each for each in INSTRUCTION_SETS if each in cpuinfo.get("flags", "").split()],
     }
 
 
@@ -106,25 +106,25 @@ def _load(folder: Path) -> tuple[Path, dict]:
     if not file.exists():
         return file, {"machine": here, "benchmarks": {}}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        there, _ = found["machine"], found["benchmarks"]
+        record = json.loads(file.read_text(encoding="utf-8"))
+        recorded, _ = record["machine"], record["benchmarks"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--record: {file} is not a record of benchmarks ({error!r}): move it away") from error
-    if there != here:
-        key = next(key for key in here if there.get(key) != here[key])
-        why = f"its {key} is {there.get(key)}, not {here[key]}"
+    if recorded != here:
+        key = next(key for key in here if recorded.get(key) != here[key])
+        why = f"its {key} is {recorded.get(key)}, not {here[key]}"
         raise UserError(f"--record: {file} belongs to another machine ({why}): give another folder")
-    return file, found
+    return file, record
 
 
 def _versions(values) -> dict[str, str]:
     """Versions of JAX and of the installed peers; torch's is that of --peer_python if nanoGPT ran there."""
-    found = {name: importlib.metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)}
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)}
     if "peer_path" in values and values.peer_path and values.peer_python:
         program = "import importlib.metadata; print(importlib.metadata.version('torch'))"
-        asked = subprocess.run([values.peer_python, "-c", program], capture_output=True, text=True)
-        found["torch"] = asked.stdout.strip()
-    return found
+        answer = subprocess.run([values.peer_python, "-c", program], capture_output=True, text=True)
+        versions["torch"] = answer.stdout.strip()
+    return versions
 
 
 def _idle() -> dict:

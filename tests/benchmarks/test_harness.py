@@ -39,11 +39,11 @@ def test_products_are_counted_in_loops_and_by_their_axes():
         return jax.lax.scan(layer, x, w)[0].sum()
 
     x, w = jnp.ones((5, 4)), jnp.ones((3, 4, 4))
-    found = of_program(jax.make_jaxpr(jax.grad(program, argnums=1))(x, w))
+    tally = of_program(jax.make_jaxpr(jax.grad(program, argnums=1))(x, w))
     forward, for_x, for_w = (1, 0), (1, 1), (0, 0)
-    counts = {axes: sum(n for product, n in found.items() if product.axes == axes) for axes in (forward, for_x, for_w)}
+    counts = {axes: sum(n for product, n in tally.items() if product.axes == axes) for axes in (forward, for_x, for_w)}
     assert counts == {forward: 3, for_x: 3, for_w: 3}
-    assert {product.flops for product in found} == {2 * 5 * 4 * 4}
+    assert {product.flops for product in tally} == {2 * 5 * 4 * 4}
 
 
 def record(folder, benchmark: str, cases: dict) -> dict:
@@ -59,11 +59,11 @@ def record(folder, benchmark: str, cases: dict) -> dict:
 def test_record_replaces_its_cases_and_keeps_the_others(tmp_path):
     record(tmp_path, "train", {"small": {"ms": 1.0, "mib": None}, "large": {"ms": 2.0}})
     record(tmp_path, "products", {"small": {"ms": 3.0}})
-    found = record(tmp_path, "train", {"small": {"faster_ms": 1 / 3, "by": {"x": 2}}})
-    assert found["machine"] == recording.machine()
-    small, large = found["benchmarks"]["train"]["small"], found["benchmarks"]["train"]["large"]
+    results = record(tmp_path, "train", {"small": {"faster_ms": 1 / 3, "by": {"x": 2}}})
+    assert results["machine"] == recording.machine()
+    small, large = results["benchmarks"]["train"]["small"], results["benchmarks"]["train"]["large"]
     assert small["figures"] == {"faster_ms": 0.333333, "by": {"x": 2}} and large["figures"] == {"ms": 2.0}
-    assert found["benchmarks"]["products"]["small"]["figures"] == {"ms": 3.0}
+    assert results["benchmarks"]["products"]["small"]["figures"] == {"ms": 3.0}
     assert set(small) == {"date", "versions", "idle", "busy_cores_before", "stolen_cores", "figures"}
 
 

@@ -267,16 +267,16 @@ def _intact(workdir: Path) -> list[int]:
 def _differences(workdir: Path, undisturbed: Path) -> list[str]:
     """Differences between two finished runs: records except times, checkpoints, and every bit of the last one."""
     mine, theirs = (records(folder) for folder in (workdir, undisturbed))
-    found = []
+    differences = []
     if mine != theirs:
         first = next((pair for pair in zip(mine, theirs) if pair[0] != pair[1]), (len(mine), len(theirs)))
-        found.append(f"metrics.jsonl differs: {first[0]}, undisturbed {first[1]}")
-    kept = [_intact(folder) for folder in (workdir, undisturbed)]
-    if kept[0] != kept[1]:
-        found.append(f"checkpoints {kept[0]}, undisturbed {kept[1]}")
-    elif digests(workdir, kept[0][-1]) != digests(undisturbed, kept[1][-1]):
-        found.append("the parameters or the optimizer's state differ")
-    return found
+        differences.append(f"metrics.jsonl differs: {first[0]}, undisturbed {first[1]}")
+    steps = [_intact(folder) for folder in (workdir, undisturbed)]
+    if steps[0] != steps[1]:
+        differences.append(f"checkpoints {steps[0]}, undisturbed {steps[1]}")
+    elif digests(workdir, steps[0][-1]) != digests(undisturbed, steps[1][-1]):
+        differences.append("the parameters or the optimizer's state differ")
+    return differences
 
 
 # --------------------------------------------------------------------------------------------------------- corruptions
@@ -430,8 +430,8 @@ def full_disks(count: int, folder: Path, draw: random.Random) -> dict:
                 wrong.append(f"{label}: not one line")
             if took > PROMPT:
                 wrong.append(f"{label}: took {took:.0f} s to end")
-            kept = Checkpoints(disk / "kept")
-            if any(kept.damage(step) for step in kept.steps()):
+            checkpoints = Checkpoints(disk / "kept")
+            if any(checkpoints.damage(step) for step in checkpoints.steps()):
                 wrong.append(f"{label}: a damaged checkpoint")
             subprocess.run(["mount", "-o", "remount,size=1g,nr_inodes=1000000", disk], check=True)
             _finish(workdir, fields)

@@ -40,11 +40,11 @@ def test_sample_of_a_campaign_finds_nothing_wrong(tmp_path, campaign, count, req
     command = [sys.executable, "-m", "tests.campaigns.faults", f"--{campaign}={count}", f"--json={figures}"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(figures.read_text())[campaign]
-    assert found["wrong"] == []
+    result = json.loads(figures.read_text())[campaign]
+    assert result["wrong"] == []
     if campaign == "kills":
         # A short phase may be over when the signal arrives, which then counts for the next one.
-        assert sum(found["phases"].values()) == count and len([n for n in found["phases"].values() if n]) > 1
+        assert sum(result["phases"].values()) == count and len([n for n in result["phases"].values() if n]) > 1
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,6 @@ def test_process_without_disk_space_ends_and_keeps_checkpoints(tmp_path, mounts)
     with faults._small_file_system(tmp_path / "disk", "nr_inodes=62"):
         command = [sys.executable, "-c", SAVE_WITHOUT_SPACE, str(tmp_path / "disk" / "kept")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    error, kept = done.stdout.splitlines()
+    error, checkpoints = done.stdout.splitlines()
     assert done.returncode == 0 and "a checkpoint cannot be written to" in error
-    assert kept == "[1, 2] {''}"
+    assert checkpoints == "[1, 2] {''}"

@@ -49,7 +49,7 @@ def test_random_composition_matches_the_specification(seed):
         terms["kv_positions"] = np.arange(keys, dtype=np.int32)
     terms |= {"scale": float(rng.normal() / 8)} if rng.random() < 0.3 else {}
 
-    def of_arrays(**arrays):
+    def build_terms(**arrays):
         return terms | {"score_mod": mods(arrays) or None, "sinks": arrays.get("sinks")}
 
     (q, k, v, arrays), weights = drawn(shape, arrays)
@@ -57,6 +57,6 @@ def test_random_composition_matches_the_specification(seed):
         k, v = (with_nan(shape, x, **terms) for x in (k, v))
     arguments = (q, k, v, arrays), weights
     with mosaic.interpreted():
-        found = jax.jit(functools.partial(results, "mosaic", of_arrays))(*arguments)
+        actual = jax.jit(functools.partial(results, "mosaic", build_terms))(*arguments)
     # Rows with few keys and sums that cancel have larger errors than the cases of the fast tests.
-    assert_near(found, specified(functools.partial(results, "dense", of_arrays), *arguments), bound=2**-5)
+    assert_near(actual, specified(functools.partial(results, "dense", build_terms), *arguments), bound=2**-5)

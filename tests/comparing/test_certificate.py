@@ -43,8 +43,8 @@ def test_features_of_all_kinds_exist():
 
 
 def test_hybrid_has_a_certificate_for_each_kind_of_layer():
-    found = certificate.certify(model("linear attention"))
-    assert found["conforms"] and 0 < found["worst"] < 1 and list(found["features"]) == ["linear", "attention"]
+    result = certificate.certify(model("linear attention"))
+    assert result["conforms"] and 0 < result["worst"] < 1 and list(result["features"]) == ["linear", "attention"]
 
 
 def test_faulty_operator_does_not_conform(monkeypatch):
@@ -52,17 +52,17 @@ def test_faulty_operator_does_not_conform(monkeypatch):
         return faults.attention(**call, fault="window one key too wide")
 
     monkeypatch.setattr(attnlab, "attention", faulty)
-    found = certificate.certify(model(attention={"window": 4}))
-    assert found["conforms"] is False and found["worst"] > 1
-    assert found["wrong"][0].startswith("attention: window: ")
+    result = certificate.certify(model(attention={"window": 4}))
+    assert result["conforms"] is False and result["worst"] > 1
+    assert result["wrong"][0].startswith("attention: window: ")
 
 
 @pytest.mark.parametrize("kind", ["gru", "near", "odd", "Shifted"])
 def test_model_without_a_specification_has_no_verdict(kind, tmp_path):
     (tmp_path / "mine.py").write_text(SOURCE)
     custom.import_file(tmp_path / "mine.py")
-    found = certificate.certify(model(kind))
-    assert (found["conforms"], found["worst"]) == (None, None)
+    result = certificate.certify(model(kind))
+    assert (result["conforms"], result["worst"]) == (None, None)
 
 
 def test_table_shows_the_largest_error_or_no():

@@ -40,9 +40,9 @@ def test_outcome_of_one_seed_is_underpowered():
 
 
 def test_rows_are_paired_by_seed_and_leave_failed_runs_out():
-    found = Published("a paper", {"softmax": 0.9, "delta": 0.8}, margin=0.01, differs="")
+    published = Published("a paper", {"softmax": 0.9, "delta": 0.8}, margin=0.01, differs="")
     results = {"softmax": [0.9, 0.7, 0.8], "delta": [0.801, np.nan, 0.699], "more": [0, 0, 0]}
-    table = Table.of(replication.columns(3, 3), replication.subjects(found, results, chance=0.1))
+    table = Table.of(replication.columns(3, 3), replication.subjects(published, results, chance=0.1))
     softmax, delta = table.rows
     assert softmax["ours"] == pytest.approx(0.8) and softmax["outcome"] is None
     assert delta["ours"] == pytest.approx(0.75) and delta["difference"] == pytest.approx(-0.1)
@@ -62,9 +62,9 @@ def test_rows_are_paired_by_seed_and_leave_failed_runs_out():
     ],
 )
 def test_outcome_needs_runs_that_learnt(ours, outcomes):
-    found = Published("", {"attention": 0.511, "delta": 0.5085, "delta to 2": 1.0}, margin=0.016, differs="")
-    results = {name: [mean - 2e-4, mean + 1e-4] for name, mean in zip(found.results, ours)}
-    assert [row.outcome for row in replication.subjects(found, results, chance=0.5)] == [None, *outcomes]
+    published = Published("", {"attention": 0.511, "delta": 0.5085, "delta to 2": 1.0}, margin=0.016, differs="")
+    results = {name: [mean - 2e-4, mean + 1e-4] for name, mean in zip(published.results, ours)}
+    assert [row.outcome for row in replication.subjects(published, results, chance=0.5)] == [None, *outcomes]
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ def run(folder, *records):
     """A workdir with some records and a vocabulary of 65."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    facts = {"corpus": {"name": "text", "sha256": "0"}, "vocab_size": 65}
-    (folder / "config.json").write_text(configs.to_json(configs.RunConfig(), **facts))
+    metadata = {"corpus": {"name": "text", "sha256": "0"}, "vocab_size": 65}
+    (folder / "config.json").write_text(configs.to_json(configs.RunConfig(), **metadata))
     return folder
 
 
@@ -91,8 +91,8 @@ def test_muon_keeps_the_ratio_of_its_learning_rates():
     muon = PROTOCOL._replace(config=PROTOCOL.config.changed({"optimizer.name": "muon"}))
     before = configs.Optimizer()
     for point in muon.tuning(VARIANTS[0]):
-        found = point.config.optimizer
-        assert found.muon_learning_rate / found.learning_rate == pytest.approx(
+        optimizer = point.config.optimizer
+        assert optimizer.muon_learning_rate / optimizer.learning_rate == pytest.approx(
             before.muon_learning_rate / before.learning_rate
         )
 
@@ -109,9 +109,9 @@ def test_muon_keeps_the_ratio_of_its_learning_rates():
 def test_lowest_loss_chooses_the_rate_and_an_edge_extends_the_grid(tmp_path, losses, rate, extended):
     for point, loss in zip(PROTOCOL.tuning(VARIANTS[0]), losses):
         run(tmp_path / point.name, DIVERGED if loss is None else final(loss))
-    found = protocol.chosen_rate(PROTOCOL, VARIANTS[0], PROTOCOL.rates, tmp_path)
-    assert (found.chosen, found.at_edge) == (rate, extended is not None)
-    assert extended is None or found.extended() == extended
+    choice = protocol.chosen_rate(PROTOCOL, VARIANTS[0], PROTOCOL.rates, tmp_path)
+    assert (choice.chosen, choice.at_edge) == (rate, extended is not None)
+    assert extended is None or choice.extended() == extended
     assert not Rate(1e-2, (1e-2,)).at_edge  # the user's only rate
     assert Rate(0.01, (0.01, 0.0101)).extended()[0] < 0.01  # however near its neighbour is
 
@@ -119,16 +119,16 @@ def test_lowest_loss_chooses_the_rate_and_an_edge_extends_the_grid(tmp_path, los
 def test_rate_with_failed_runs_does_not_bound_the_grid(tmp_path):
     for point, loss in zip(PROTOCOL.tuning(VARIANTS[0]), [3.0, 2.0]):
         run(tmp_path / point.name, final(loss))
-    found = protocol.chosen_rate(PROTOCOL, VARIANTS[0], PROTOCOL.rates, tmp_path)
-    assert (found.chosen, found.tried, found.at_edge) == (1e-2, (1e-3, 1e-2), True)
+    choice = protocol.chosen_rate(PROTOCOL, VARIANTS[0], PROTOCOL.rates, tmp_path)
+    assert (choice.chosen, choice.tried, choice.at_edge) == (1e-2, (1e-3, 1e-2), True)
     none = protocol.chosen_rate(PROTOCOL, VARIANTS[0], PROTOCOL.rates, tmp_path / "none")
     assert (none.chosen, none.tried, none.at_edge) == (1e-3, (), False)
 
 
 def rows_of(protocol, folder, measured, speeds):
     rates = {variant.name: Rate(1e-2, protocol.rates) for variant in VARIANTS}
-    found = table.results(protocol, VARIANTS, folder, rates, measured, speeds)
-    return Table.of(table.columns(protocol.measure, len(protocol.seeds), len(VARIANTS)), found)
+    rows = table.results(protocol, VARIANTS, folder, rates, measured, speeds)
+    return Table.of(table.columns(protocol.measure, len(protocol.seeds), len(VARIANTS)), rows)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def whole(tmp_path):
             run(tmp_path / point.name, *steps, *([DIVERGED] if loss is None else [validated(9, loss), final(loss)]))
     measured = {"one": {"parameters": 7, "loss_1x": 1.0, "loss_2x": 3.0}}
     raced = {"one": [22.0, 20.0, 20.0], "two": [88.0, 80.0, 60.0]}  # tokens per second; a run has 90 tokens
-    speeds = {name: {"train_tokens_per_second": found} for name, found in raced.items()}
+    speeds = {name: {"train_tokens_per_second": per_seed} for name, per_seed in raced.items()}
     return rows_of(PROTOCOL, tmp_path, measured, speeds)
 
 
@@ -167,11 +167,11 @@ def test_table_counts_diverged_runs_and_pairs_seeds(whole):
 def test_verdict_at_equal_time_holds_in_every_round_of_the_race(tmp_path, speeds, verdict):
     """The second variant needs 1.6 times as many tokens: it is better from 1.6 times the speed on."""
     workdirs = [[tmp_path / f"{name}{seed}" for seed in range(3)] for name in "ab"]
-    for n, of_variant in enumerate(workdirs):
-        for seed, folder in enumerate(of_variant):
+    for n, folders in enumerate(workdirs):
+        for seed, folder in enumerate(folders):
             run(folder, *(validated(step, 3 + seed / 100 - step / (10 + 6 * n)) for step in range(1, 10)))
-    _, (first, found) = race.at_equal_time(workdirs, [[20.0] * 3, speeds or [math.nan]])
-    assert (first, found) == (None, verdict)
+    _, (first, second) = race.at_equal_time(workdirs, [[20.0] * 3, speeds or [math.nan]])
+    assert (first, second) == (None, verdict)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def test_verdict_at_equal_time_holds_in_every_round_of_the_race(tmp_path, speeds
 def test_accuracies_no_better_than_a_blind_guess_have_no_verdict(tmp_path, accuracies, verdict):
     name = "task:recall pairs=8"  # a blind guess is one of the eight values in the sequence, out of 26
     tasks = PROTOCOL._replace(config=PROTOCOL.config.changed({"data.name": name}), measure="accuracy")
-    for variant, found in zip(VARIANTS, accuracies):
-        for point, accuracy in zip(tasks.final(variant, 1e-2), found):
+    for variant, values in zip(VARIANTS, accuracies):
+        for point, accuracy in zip(tasks.final(variant, 1e-2), values):
             run(tmp_path / point.name, final(3.0) | {"accuracy": accuracy})
     rows = rows_of(tasks, tmp_path, {}, {}).rows
     assert (rows[1]["verdict"], rows[1]["blind"]) == (verdict, 1 / 8)

@@ -30,11 +30,13 @@ def test_variants_from_a_file_are_texts_or_values_and_come_last(tmp_path):
         "from attnlab.masks import SlidingWindow\n"
         f"VARIANTS = {{'one': '{one}', 'two': {{'init_from': '/my runs/a', 'model.width': '32'}}}} | {values}"
     )
-    found = configs_of(parse(["zero:"], str(file)))
-    assert list(found) == ["zero", "one", "two", "three", "four"] and found["zero"] == BASE
-    assert words(found["one"], BASE) == ["--config.model.width=16", "--config.model.attention.sinks=True"]
-    assert words(found["two"], BASE) == ["--config.init_from=/my runs/a", "--config.model.width=32"]
-    assert found["three"].model.layers == (AttentionConfig(mask=SlidingWindow(3)),) and found["four"].model.width == 32
+    parsed = configs_of(parse(["zero:"], str(file)))
+    assert list(parsed) == ["zero", "one", "two", "three", "four"] and parsed["zero"] == BASE
+    assert words(parsed["one"], BASE) == ["--config.model.width=16", "--config.model.attention.sinks=True"]
+    assert words(parsed["two"], BASE) == ["--config.init_from=/my runs/a", "--config.model.width=32"]
+    assert (
+        parsed["three"].model.layers == (AttentionConfig(mask=SlidingWindow(3)),) and parsed["four"].model.width == 32
+    )
     assert list(parse([], "compare_positions"))[:2] == ["rotary", "alibi"]
 
 
@@ -50,9 +52,9 @@ def test_python_values_become_the_layers_of_variants():
 
     attention, windows = AttentionConfig(mask=SlidingWindow(1)), (AttentionConfig(window=16), AttentionConfig())
     values = {"a": attention, "b": SlidingWindow(left=4), "c": ScoreFn(near), "d": windows, "e": Window(reach=4)}
-    found = {name: config.model.layers for name, config in configs_of(values).items()}
-    assert found["a"] == (attention,) and found["d"] == windows and found["e"] == (Window(reach=4),)
-    assert found["b"] == (AttentionConfig(mask=SlidingWindow(4)),) and found["c"][0].score_mod == (ScoreFn(near),)
+    layers = {name: config.model.layers for name, config in configs_of(values).items()}
+    assert layers["a"] == (attention,) and layers["d"] == windows and layers["e"] == (Window(reach=4),)
+    assert layers["b"] == (AttentionConfig(mask=SlidingWindow(4)),) and layers["c"][0].score_mod == (ScoreFn(near),)
 
 
 def test_variants_that_differ_only_in_an_array_are_two_programs():

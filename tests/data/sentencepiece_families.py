@@ -40,11 +40,11 @@ FAMILIES = {
 def of_family(family):
     """The tokenizer as an object of the library."""
     normalizer, splits, decoder, _ = FAMILIES[family]
-    made = library.Tokenizer(bpe())
-    made.normalizer, made.pre_tokenizer = normalizer, splits
-    made.decoder = decoders.Sequence(decoder)
-    made.add_special_tokens([library.AddedToken(token, normalized=False) for token in ADDED])
-    return made
+    tokenizer = library.Tokenizer(bpe())
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splits
+    tokenizer.decoder = decoders.Sequence(decoder)
+    tokenizer.add_special_tokens([library.AddedToken(token, normalized=False) for token in ADDED])
+    return tokenizer
 
 
 @functools.cache

@@ -77,8 +77,8 @@ def test_prefetched_batches_equal_direct_reads():
 @given(length=st.integers(9, 300), windows=st.integers(1, 50), batch_size=st.integers(1, 7))
 def test_evaluation_windows_are_adjacent_or_evenly_spaced(length, windows, batch_size):
     batches = EvalBatches(np.arange(length), context=8, batch_size=batch_size, windows=windows)
-    kept = [batch.tokens[batch.weight == 1] for batch in batches]
-    starts = np.concatenate(kept)[:, 0]
+    tokens = [batch.tokens[batch.weight == 1] for batch in batches]
+    starts = np.concatenate(tokens)[:, 0]
     assert len(starts) == batches.windows == min(windows, (length - 1) // 8)
     gaps = np.diff(starts)
     if batches.windows < windows or windows == (length - 1) // 8:
@@ -121,9 +121,9 @@ def test_segments_number_the_documents_of_a_window(seed, context):
 def test_interleaving_is_exact_over_every_period(weights, start):
     period = sum(weights)
     start -= start % period
-    found = list(zip(*interleave(np.arange(start, start + period), weights)))
+    interleaved = list(zip(*interleave(np.arange(start, start + period), weights)))
     for text, weight in enumerate(weights):
-        numbers = [number for which, number in found if which == text]
+        numbers = [number for which, number in interleaved if which == text]
         assert numbers == list(range(start // period * weight, start // period * weight + weight))
 
 
@@ -165,9 +165,9 @@ def test_more_windows_may_be_requested_than_exist():
 @pytest.mark.parametrize("windows", [3, 100])
 def test_halves_of_a_text_are_evaluated_separately(windows):
     def tokens(part):
-        made = EvalBatches(np.arange(103), context=4, batch_size=2, windows=windows, part=part)
-        batches = [batch.tokens[batch.weight > 0] for batch in made]
-        assert sum(map(len, batches)) == made.windows <= windows
+        eval_batches = EvalBatches(np.arange(103), context=4, batch_size=2, windows=windows, part=part)
+        batches = [batch.tokens[batch.weight > 0] for batch in eval_batches]
+        assert sum(map(len, batches)) == eval_batches.windows <= windows
         return set(np.concatenate(batches).ravel().tolist())
 
     first, second, whole = map(tokens, ("first", "second", "all"))

@@ -20,5 +20,5 @@ def test_permuted_index_equals_grains(size, place, seed):
 
 @pytest.mark.parametrize("size", [1, 2, 1000, 4**8 + 1])  # for the last size, Grain gives one index twice
 def test_permuted_range_is_a_permutation(size):
-    found = permuted(np.arange(size), size, seed=7)
-    np.testing.assert_array_equal(np.sort(found), np.arange(size))
+    indices = permuted(np.arange(size), size, seed=7)
+    np.testing.assert_array_equal(np.sort(indices), np.arange(size))

@@ -29,8 +29,8 @@ def all_of(tokens: store.Tokens) -> np.ndarray:
     return tokens.read(np.array([0]), len(tokens))[0]
 
 
-def digest_of(made: store.Store) -> str:
-    return json.loads((made.path / "manifest.json").read_text())["sha256"]
+def digest_of(stored: store.Store) -> str:
+    return json.loads((stored.path / "manifest.json").read_text())["sha256"]
 
 
 def corpus_of(folder: Path, text: str):
@@ -52,9 +52,9 @@ def test_cutting_a_text_changes_no_token(kind, text, tmp_path, monkeypatch, smal
     monkeypatch.setattr(sources, "CHUNK", 1000)
     text = TEXTS[text]
     tokenizer, corpus = tokenizers.make(kind, text, 400), corpus_of(tmp_path, text)
-    made = store.load(corpus, tokenizer, folder=tmp_path)
+    stored = store.load(corpus, tokenizer, folder=tmp_path)
     cut = int(0.9 * len(text))
-    for tokens, part in ((made.train, text[:cut]), (made.validation, text[cut:])):
+    for tokens, part in ((stored.train, text[:cut]), (stored.validation, text[cut:])):
         np.testing.assert_array_equal(all_of(tokens), tokenizer.encode(part))
         assert (tokens.characters, tokens.bytes) == (len(part), len(part.encode()))
 
@@ -67,7 +67,7 @@ def test_documents_are_encoded_one_by_one(kind, tmp_path, small):
     corpus = corpora.load("text", path=f"{tmp_path}/a.jsonl")
     text = "\n\n".join(documents)
     tokenizer = tokenizers.make(kind, text, 300)
-    made = store.load(corpus, tokenizer, packing="documents", folder=tmp_path)
+    stored = store.load(corpus, tokenizer, packing="documents", folder=tmp_path)
     whole = [document + "\n\n" for document in documents[:-1]]
     cut = int(0.9 * len(text))
     expected, position = {"train": [], "validation": []}, 0
@@ -76,7 +76,7 @@ def test_documents_are_encoded_one_by_one(kind, tmp_path, small):
         expected["train"] += [document[:at]] * (at > 0)
         expected["validation"] += [document[at:]] * (at < len(document))
         position += len(document)
-    for split, tokens in (("train", made.train), ("validation", made.validation)):
+    for split, tokens in (("train", stored.train), ("validation", stored.validation)):
         encoded = [tokenizer.encode(document) for document in expected[split]]
         np.testing.assert_array_equal(all_of(tokens), np.concatenate(encoded))
         np.testing.assert_array_equal(tokens.documents, np.cumsum([0, *map(len, encoded)])[:-1])
@@ -84,21 +84,21 @@ def test_documents_are_encoded_one_by_one(kind, tmp_path, small):
 
 def test_windows_are_the_text_at_their_starts(tmp_path, small):
     text = "".join(f"{number} " for number in range(9000))
-    made = store.load(corpus_of(tmp_path, text), tokenizers.ByteTokenizer(), folder=tmp_path)
-    starts = np.array([0, 5999, 6000, 1, 17, len(made.train) - 15_000])
-    for start, window in zip(starts, made.train.read(starts, 15_000)):
+    stored = store.load(corpus_of(tmp_path, text), tokenizers.ByteTokenizer(), folder=tmp_path)
+    starts = np.array([0, 5999, 6000, 1, 17, len(stored.train) - 15_000])
+    for start, window in zip(starts, stored.train.read(starts, 15_000)):
         assert bytes(window.tolist()).decode() == text[start : start + 15_000]
-    for start in (-1, len(made.train) - 14_999):
+    for start in (-1, len(stored.train) - 14_999):
         with pytest.raises(IndexError):
-            made.train.read(np.array([start]), 15_000)
+            stored.train.read(np.array([start]), 15_000)
 
 
 @pytest.mark.parametrize("size, bits", [(256, 8), (257, 16), ((1 << 16) + 1, 32)])
 def test_tokens_take_as_few_bytes_as_the_vocabulary_needs(size, bits, tmp_path):
     text = "".join(map(chr, range(0x20000, 0x20000 + size))) * 2
-    made = store.load(corpus_of(tmp_path, text), tokenizers.make("char", text), folder=tmp_path)
-    assert (made.path / "train.bin").stat().st_size == len(made.train) * bits // 8
-    np.testing.assert_array_equal(all_of(made.train), (np.arange(size * 2) % size)[: int(0.9 * size * 2)])
+    stored = store.load(corpus_of(tmp_path, text), tokenizers.make("char", text), folder=tmp_path)
+    assert (stored.path / "train.bin").stat().st_size == len(stored.train) * bits // 8
+    np.testing.assert_array_equal(all_of(stored.train), (np.arange(size * 2) % size)[: int(0.9 * size * 2)])
 
 
 def test_store_depends_on_text_tokenizer_split_and_packing(tmp_path):
@@ -106,9 +106,9 @@ def test_store_depends_on_text_tokenizer_split_and_packing(tmp_path):
     byte, char = tokenizers.ByteTokenizer(), tokenizers.make("char", TEXTS["lines"])
     half = corpora.load("text", path=f"{tmp_path}/text.txt", validation_fraction=0.5)
     calls = [(corpus, byte, "stream"), (corpus, char, "stream"), (half, byte, "stream"), (corpus, byte, "documents")]
-    made = [store.load(c, t, packing=packing, folder=tmp_path) for c, t, packing in calls]
-    assert len({one.path for one in made}) == len(set(map(digest_of, made))) == 4
-    times = [(one.path / "manifest.json").stat().st_mtime_ns for one in made]
+    stores = [store.load(c, t, packing=packing, folder=tmp_path) for c, t, packing in calls]
+    assert len({one.path for one in stores}) == len(set(map(digest_of, stores))) == 4
+    times = [(one.path / "manifest.json").stat().st_mtime_ns for one in stores]
     again = [store.load(c, t, packing=packing, folder=tmp_path) for c, t, packing in calls]
     assert [(one.path / "manifest.json").stat().st_mtime_ns for one in again] == times
 
@@ -150,12 +150,12 @@ def replace_by_device(file):
 )
 def test_damage_is_noticed_at_start_except_flipped_token_bits(damage, name, noticed, tmp_path):
     arguments = corpus_of(tmp_path, TEXTS["lines"]), tokenizers.make("byte", "")
-    made = store.load(*arguments, packing="documents", folder=tmp_path)
-    damage(made.path / name)
+    stored = store.load(*arguments, packing="documents", folder=tmp_path)
+    damage(stored.path / name)
     if noticed == "by verify":
-        made = store.load(*arguments, packing="documents", folder=tmp_path)
+        stored = store.load(*arguments, packing="documents", folder=tmp_path)
         with pytest.raises(UserError, match=f"is damaged .{name} does not match its sha256.: remove it"):
-            made.verify()
+            stored.verify()
     else:
         with pytest.raises(UserError, match=f"is damaged .{name}.*: remove it to have it rebuilt") as error:
             store.load(*arguments, packing="documents", folder=tmp_path)
@@ -164,10 +164,10 @@ def test_damage_is_noticed_at_start_except_flipped_token_bits(damage, name, noti
 
 def test_store_of_another_tokenizer_is_refused(tmp_path):
     corpus, char = corpus_of(tmp_path, TEXTS["lines"]), tokenizers.make("char", TEXTS["lines"])
-    made = store.load(corpus, tokenizers.ByteTokenizer(), folder=tmp_path)
+    stored = store.load(corpus, tokenizers.ByteTokenizer(), folder=tmp_path)
     other = store.load(corpus, char, folder=tmp_path)
     shutil.rmtree(other.path)
-    made.path.rename(other.path)
+    stored.path.rename(other.path)
     with pytest.raises(UserError, match="its key differs"):
         store.load(corpus, char, folder=tmp_path)
 
@@ -192,8 +192,8 @@ def test_unwritable_folder_raises_one_line(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"cannot be written .*--config"):
         store.load(corpus, tokenizers.ByteTokenizer(), folder=tmp_path / "file")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # the default
-    made = store.load(corpus, tokenizers.ByteTokenizer())
-    assert made.path.parent == tmp_path / "attnlab" / "tokens" == cache.folder()
+    stored = store.load(corpus, tokenizers.ByteTokenizer())
+    assert stored.path.parent == tmp_path / "attnlab" / "tokens" == cache.folder()
 
 
 def test_changed_text_leaves_no_partial_store(tmp_path):

@@ -93,21 +93,21 @@ def test_recall_targets_are_the_values_of_the_queried_keys():
     assert tokens.shape == (300, 18) and targets.shape == (300, 6) and set(pairs) == {1, 3, 6}
     assert {leaf.dtype for leaf in (tokens, targets, pairs)} == {np.dtype(np.int32)}
     for row, wanted, n in zip(tokens, targets, pairs):
-        blanks, shown, asked = np.split(row, [12 - 2 * n, 12])
+        blanks, shown, queries = np.split(row, [12 - 2 * n, 12])
         keys, values = shown[::2], shown[1::2]
         assert (blanks == 0).all() and len(set(keys)) == len(set(values)) == n
         assert (keys >= 1).all() and (keys <= 9).all() and (values >= 10).all() and (values <= 18).all()
         value_of = dict(zip(keys, values))
-        np.testing.assert_array_equal([value_of[key] for key in asked], wanted)
+        np.testing.assert_array_equal([value_of[key] for key in queries], wanted)
         for start in range(0, 6, n):  # every key once before any repeats
-            assert len(set(asked[start : start + n])) == len(asked[start : start + n])
+            assert len(set(queries[start : start + n])) == len(queries[start : start + n])
 
 
 def test_recall_order_of_queries_is_uniform():
     first = np.asarray(tasks.recall(0, batch_size=6000, pairs=[3], vocab_size=20).tokens)
-    asked = (first[:, 0:6:2] == first[:, 6:7]).argmax(1)
+    queried = (first[:, 0:6:2] == first[:, 6:7]).argmax(1)
     # A third of 6,000 draws, 2,000 ± 37 (one standard deviation); five deviations are allowed.
-    np.testing.assert_allclose(np.bincount(asked), 2000, atol=5 * 37)
+    np.testing.assert_allclose(np.bincount(queried), 2000, atol=5 * 37)
 
 
 @pytest.mark.parametrize("noise", [False, True])
@@ -128,7 +128,7 @@ def test_spread_recall_queries_each_key_once_at_even_distances(noise):
 
 def test_spread_recall_query_distances_follow_their_power_law():
     targets = np.asarray(tasks.spread_recall(0, batch_size=20000, pairs=1, length=12, vocab_size=9).targets)
-    found = (targets >= 0)[:, 2::2].mean(0)
+    shares = (targets >= 0)[:, 2::2].mean(0)
     weights = (1.0 + np.arange(5)) ** -0.99
     expected = weights / weights.sum()
-    assert (np.abs(found - expected) < 5 * (expected * (1 - expected) / 20000) ** 0.5).all()
+    assert (np.abs(shares - expected) < 5 * (expected * (1 - expected) / 20000) ** 0.5).all()

@@ -52,8 +52,8 @@ def guessed(tokens, targets):
     """The accuracy of one guess per sequence: its most frequent token among all answers, the last one in a tie."""
     kinds, right = set(targets[targets >= 0].tolist()), 0
     for row, wanted in zip(tokens.tolist(), targets):
-        found = collections.Counter(token for token in reversed(row) if token in kinds)
-        right += (wanted == found.most_common(1)[0][0]).sum()
+        counts = collections.Counter(token for token in reversed(row) if token in kinds)
+        right += (wanted == counts.most_common(1)[0][0]).sum()
     return right / (targets >= 0).sum()
 
 
@@ -93,11 +93,11 @@ def test_recall_with_rewrites_asks_for_the_last_value_of_every_key():
     tokens, targets, pairs = map(np.asarray, recall(0, batch_size=300, pairs=(1, 3), vocab_size=21, rewrites=5))
     stale = 0
     for row, wanted, n in zip(tokens, targets, pairs):
-        writes, asked = row[2 * (3 - n) : 16].reshape(-1, 2), row[16:]
+        writes, queries = row[2 * (3 - n) : 16].reshape(-1, 2), row[16:]
         last = dict(writes.tolist())
         assert len(writes) == n + 5 and len(last) == n and len(set(writes[:, 1])) == n + 5
-        assert [last[key] for key in asked.tolist()] == wanted.tolist()
-        stale += (dict(writes[:n].tolist())[asked[0]] != wanted[0]).sum()
+        assert [last[key] for key in queries.tolist()] == wanted.tolist()
+        stale += (dict(writes[:n].tolist())[queries[0]] != wanted[0]).sum()
     assert stale > 150
 
 

@@ -133,8 +133,8 @@ def test_word_vocabulary_is_the_most_frequent_runs(text):
     assert [tokenizer.decode([i]) for i in tokenizer.encode(text)] == words
     counts = Counter(words)
     few = tokenizers.make("word", text, 3)
-    kept = {few.decode([i]) for i in range(1, few.vocab_size)}
-    assert min(counts[word] for word in kept) >= max((n for word, n in counts.items() if word not in kept), default=0)
+    vocab = {few.decode([i]) for i in range(1, few.vocab_size)}
+    assert min(counts[word] for word in vocab) >= max((n for word, n in counts.items() if word not in vocab), default=0)
 
 
 def test_vocabulary_covers_characters_outside_the_sample():

@@ -19,10 +19,10 @@ from tests.data.sentencepiece_families import ADDED, BYTES, DECODER, FAMILIES, S
 ALL = pytest.mark.parametrize("family", FAMILIES)
 
 
-def read(made, folder, **changes):
+def read(original, folder, **changes):
     """The tokenizer read from a folder with a tokenizer.json in which some parts are changed."""
     changes = {name: x if isinstance(x, dict) else json.loads(x.__getstate__()) for name, x in changes.items()}
-    (folder / "tokenizer.json").write_text(json.dumps(json.loads(made.to_str()) | changes))
+    (folder / "tokenizer.json").write_text(json.dumps(json.loads(original.to_str()) | changes))
     return published.pretrained(folder)
 
 
@@ -74,18 +74,18 @@ def test_streamed_byte_tokens_form_complete_characters():
 
 def test_tokens_across_words_are_not_cut():
     vocabulary = {token: i for i, token in enumerate([*BYTES, "▁", "a", "b", "a▁"])}
-    made = library.Tokenizer(models.BPE(vocabulary, [("a", "▁")], byte_fallback=True))
-    made.normalizer, made.decoder = SPACES, decoders.Sequence(DECODER)
-    tokenizer = tokenizers.from_dict({"kind": "sentencepiece", "tokenizer": json.loads(made.to_str())})
+    original = library.Tokenizer(models.BPE(vocabulary, [("a", "▁")], byte_fallback=True))
+    original.normalizer, original.decoder = SPACES, decoders.Sequence(DECODER)
+    tokenizer = tokenizers.from_dict({"kind": "sentencepiece", "tokenizer": json.loads(original.to_str())})
     assert list(characters.parts(["a b a b"], size=0, word_end=tokenizer._word_end)) == ["a b", " a b"]
 
 
 def test_stream_of_a_store_equals_tokens_of_the_whole_text(tmp_path):
     text = VERSE.replace(".", ".</s> ") * 1500
     (tmp_path / "text.txt").write_text(text)
-    made = store.load(corpora.load("text", path=f"{tmp_path}/text.txt"), sentencepiece("llama2"), folder=tmp_path)
+    stored = store.load(corpora.load("text", path=f"{tmp_path}/text.txt"), sentencepiece("llama2"), folder=tmp_path)
     cut = int(0.9 * len(text))
-    for tokens, part in ((made.train, text[:cut]), (made.validation, text[cut:])):
+    for tokens, part in ((stored.train, text[:cut]), (stored.validation, text[cut:])):
         expected = of_family("llama2").encode(part, add_special_tokens=False).ids
         assert tokens.read(np.array([0]), len(tokens))[0].tolist() == expected
 
@@ -102,10 +102,10 @@ def test_saved_tokenizer_loads_unchanged_and_reads_special_tokens(tmp_path, fami
 
 
 def test_added_tokens_beyond_the_model_are_left_out(tmp_path):
-    made = library.Tokenizer.from_str(of_family("gemma").to_str())
-    size = made.get_vocab_size()
-    made.add_special_tokens(["<image>"])
-    assert read(made, tmp_path).vocab_size == size + 1
+    original = library.Tokenizer.from_str(of_family("gemma").to_str())
+    size = original.get_vocab_size()
+    original.add_special_tokens(["<image>"])
+    assert read(original, tmp_path).vocab_size == size + 1
     tokenizer = published.pretrained(tmp_path, size)
     assert tokenizer.vocab_size == size and tokenizer.decode(tokenizer.encode("<image>")) == "<image>"
 
@@ -155,19 +155,19 @@ def byte_level():
     """A tokenizer like Llama 3's and Qwen's."""
     split = pre_tokenizers.Split(library.Regex(LLAMA3), "isolated")
     splits = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    made = bpe_of_bytes(splits, ignore_merges=True)
-    made.normalizer = normalizers.NFC()
-    made.add_special_tokens(["<|begin_of_text|>", "<|eot_id|>"])
-    return made
+    tokenizer = bpe_of_bytes(splits, ignore_merges=True)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_special_tokens(["<|begin_of_text|>", "<|eot_id|>"])
+    return tokenizer
 
 
 def bpe_of_bytes(splits, **options):
-    made = library.Tokenizer(models.BPE(**options))
-    made.pre_tokenizer, made.decoder = splits, decoders.ByteLevel()
+    tokenizer = library.Tokenizer(models.BPE(**options))
+    tokenizer.pre_tokenizer, tokenizer.decoder = splits, decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator([VERSE + "Fin.\n\n" * 9], trainer)
-    return made
+    tokenizer.train_from_iterator([VERSE + "Fin.\n\n" * 9], trainer)
+    return tokenizer
 
 
 @functools.cache
@@ -199,10 +199,10 @@ HOSTILE = st.lists(st.sampled_from([word + end for word in [*WORDS, "una", "", "
 def test_tokens_of_parts_match_the_whole_text(kind, added, text, cuts):
     # The library fails if one token strips the white space that another begins with.
     assume(not any(one.rstrip for one in added) or not any(one.content[0].isspace() for one in added))
-    kind, made = of_kind(kind)
-    made = library.Tokenizer.from_str(made.to_str())
-    made.add_tokens(added)
-    tokenizer = tokenizers.from_dict({"kind": kind, "tokenizer": json.loads(made.to_str())})
+    kind, original = of_kind(kind)
+    original = library.Tokenizer.from_str(original.to_str())
+    original.add_tokens(added)
+    tokenizer = tokenizers.from_dict({"kind": kind, "tokenizer": json.loads(original.to_str())})
     if kind == "wordpiece":
         text = "".join(c for c in text if c in VERSE + "<x>é. ")
     pieces = [text[start:stop] for start, stop in itertools.pairwise([0, *sorted(cuts), len(text) + 60])]

@@ -162,8 +162,8 @@ def test_stop_string_ends_a_text_with_the_token_that_completes_it():
     stopped = tokens("rotary", PROMPTS, 20, stop=[stop, "abcdefghij"], **options)
     for row, other in zip(free, stopped):
         at = TOKENIZER.decode(row).find(stop)
-        kept = at + len(stop) if at >= 0 else 20
-        np.testing.assert_array_equal(other, [*row[:kept], *[-1] * (20 - kept)])
+        length = at + len(stop) if at >= 0 else 20
+        np.testing.assert_array_equal(other, [*row[:length], *[-1] * (20 - length)])
 
 
 def test_texts_of_any_length_are_generated_on_demand():
@@ -201,11 +201,11 @@ def test_log_probabilities_of_recurrent_layers_match_the_full_pass(layers):
     """For prompts of different lengths, far beyond the context; of a longer prompt only the end is read."""
     model, params = recurrent(layers)
     steps = list(decode(model, params, PROMPTS, 20, seed=1))
-    drawn, found = (np.stack([getattr(step, name) for step in steps], axis=1) for name in ("tokens", "logprobs"))
+    drawn, logprobs = (np.stack([getattr(step, name) for step in steps], axis=1) for name in ("tokens", "logprobs"))
     texts = [np.append(prompt[-8:], row) for prompt, row in zip(PROMPTS, drawn)]
     padded = np.array([np.pad(text, (0, 28 - len(text))) for text in texts], np.int32)
     logp = log_softmax(np.asarray(jax.jit(model.apply)(params, padded), np.float64), axis=-1)
-    for row, text, scores in zip(logp, texts, found):
+    for row, text, scores in zip(logp, texts, logprobs):
         after = np.arange(len(text) - 21, len(text) - 1)
         np.testing.assert_allclose(scores, row[after, text[after + 1]], atol=1e-5)  # as above
     assert len(np.unique(drawn)) > 6

@@ -34,23 +34,23 @@ def run():
 
 def expected_logprobs(ids, context):
     """Log-probabilities by the rule of `score`: one pass per token, over the tokens that predict it."""
-    found = []
+    scores = []
     for at in range(1, len(ids)):
         start = 0
         while start + context < at:
             start += context // 2
         window = np.pad(ids[start:at], (0, context - (at - start)))
         logits = np.asarray(full()(gpt()[1], window[None])[0, at - start - 1])
-        found.append(log_softmax(logits)[ids[at]])
-    return np.array(found)
+        scores.append(log_softmax(logits)[ids[at]])
+    return np.array(scores)
 
 
 @pytest.mark.parametrize("length", [1, 2, 9, 13, 30])
 def test_every_token_is_scored_once_by_the_rule_of_windows(length):
     ids = np.random.default_rng(length).integers(0, 256, length).astype(np.int32)
-    (found,) = logprobs(*gpt(), [ids], batch_size=2)
+    (actual,) = logprobs(*gpt(), [ids], batch_size=2)
     # the last bits of float32 log-probabilities of about 10
-    np.testing.assert_allclose(found, expected_logprobs(ids, 8), atol=1e-5)
+    np.testing.assert_allclose(actual, expected_logprobs(ids, 8), atol=1e-5)
 
 
 def test_texts_of_any_lengths_score_as_each_alone():

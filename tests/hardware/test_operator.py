@@ -71,9 +71,9 @@ TERMS = {
 @pytest.mark.parametrize("name, terms", [*(("v5e", terms) for terms in TERMS), ("h100", "window")])
 def test_masks_score_mods_sinks_and_dropout_compile(name, terms, topology, compiled):
     chip = topology(name)
-    given = inputs(mesh_of(chip), 1024)
-    _, program = compiled(gradients(**TERMS[terms]), *given)
-    arrays = (jnp.zeros(x.shape, x.dtype) for x in given)
+    specs = inputs(mesh_of(chip), 1024)
+    _, program = compiled(gradients(**TERMS[terms]), *specs)
+    arrays = (jnp.zeros(x.shape, x.dtype) for x in specs)
     expected = attnlab.explain(*arrays, platform=chip.platform, **TERMS[terms])
     assert bool(program.kernels) == (expected.backend in ("splash", "cudnn"))
 
@@ -146,9 +146,9 @@ def test_gathered_keys_are_gathered_again_for_the_gradient(topology, compiled):
     arrays = inputs(mesh, 8192, P("data", "context"), batch=32, heads=(8, 8, 8))
     with attnlab.context_parallel("context"):
         text, _ = compiled(gradients(mask=Causal()), *arrays)
-    found = collections.Counter(re.findall(r"= .*? (all-gather|all-reduce|reduce-scatter)(?:-start)?\(", text))
+    counts = collections.Counter(re.findall(r"= .*? (all-gather|all-reduce|reduce-scatter)(?:-start)?\(", text))
     # XLA may compile a reduce-scatter as an all-reduce from which each device takes its part.
-    assert found["all-gather"] == 4 and found["reduce-scatter"] + found["all-reduce"] == 2, found
+    assert counts["all-gather"] == 4 and counts["reduce-scatter"] + counts["all-reduce"] == 2, counts
 
 
 # Masks and score mods for Mosaic's kernels: functions of arrays, and the shapes of these arrays.
@@ -182,24 +182,24 @@ MOSAIC_MODS = {
 
 def through_mosaic(mask, mod, has_sinks=False):
     """The gradients by q, k, v and the mod's arrays, and the shapes of the mod's and of the mask's arrays."""
-    (make_mask, of_mask), (make_mod, of_mod) = MOSAIC_MASKS[mask], MOSAIC_MODS[mod]
+    (make_mask, mask_shapes), (make_mod, mod_shapes) = MOSAIC_MASKS[mask], MOSAIC_MODS[mod]
 
     def total(q, k, v, learned, fixed):
         sinks = learned.pop("sinks", None)
         terms = {"mask": make_mask(**fixed), "score_mod": make_mod(**learned), "sinks": sinks}
         return attnlab.attention(q, k, v, impl="mosaic", **terms).astype(jnp.float32).sum()
 
-    of_mod = of_mod | ({"sinks": ((HEADS,), jnp.float32)} if has_sinks else {})
-    return jax.grad(total, argnums=(0, 1, 2, 3)), of_mod, of_mask
+    mod_shapes = mod_shapes | ({"sinks": ((HEADS,), jnp.float32)} if has_sinks else {})
+    return jax.grad(total, argnums=(0, 1, 2, 3)), mod_shapes, mask_shapes
 
 
 def placed(mesh, shapes):
     """Shapes with their axes of examples and heads sharded like q's."""
-    found = {}
+    sharded = {}
     for name, (shape, dtype) in shapes.items():
         spec = [{2: "data", HEADS: "tensor"}.get(n) for n in shape]
-        found[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
-    return found
+        sharded[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+    return sharded
 
 
 @pytest.mark.parametrize(

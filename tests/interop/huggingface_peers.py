@@ -176,20 +176,20 @@ def answers(name: str) -> dict[str, np.ndarray]:
     """A transformers model's `config`, `shapes` and `logits`; also `greedy` text for the first model of a family."""
     torch, model = peer(name)
     shapes = {path: list(tensor.shape) for path, tensor in model.named_parameters()}
-    found = {
+    arrays = {
         "config": np.array(json.dumps(model.config.to_dict(), sort_keys=True)),
         "shapes": np.array(json.dumps(shapes)),
         "logits": logits(name)[:, SCORED],
     }
     if not name.endswith("-2"):
-        found["greedy"] = greedy(torch, model, tokens(name)[:1, :5], 200).astype(np.uint8)
-    return found
+        arrays["greedy"] = greedy(torch, model, tokens(name)[:1, :5], 200).astype(np.uint8)
+    return arrays
 
 
 def goldens(name: str) -> dict[str, np.ndarray]:
     """The stored answers of a model."""
-    with np.load(GOLDENS) as kept:
-        return {path.split("/")[1]: kept[path] for path in kept.files if path.split("/")[0] == name}
+    with np.load(GOLDENS) as archive:
+        return {path.split("/")[1]: archive[path] for path in archive.files if path.split("/")[0] == name}
 
 
 @functools.cache

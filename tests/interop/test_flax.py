@@ -224,7 +224,7 @@ def test_layer_dropout_uses_its_rng_stream():
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "options, message",
     [
         ({"precision": "highest"}, "precision = 'highest': .*jax.default_matmul_precision"),
         ({"einsum_dot_general": jax.lax.dot_general}, "einsum_dot_general ="),
@@ -235,8 +235,8 @@ def test_layer_dropout_uses_its_rng_stream():
         ({"key": K[..., :4, :, :], "value": V[..., :4, :, :], "is_causal": True}, "is_causal compares positions"),
     ],
 )
-def test_unsupported_argument_raises_by_name(given, message, own_errors):
-    arguments = {"query": Q, "key": K, "value": V} | given
+def test_unsupported_argument_raises_by_name(options, message, own_errors):
+    arguments = {"query": Q, "key": K, "value": V} | options
     with pytest.raises(ValueError, match=message) as error:
         jax.eval_shape(lambda: attention_fn()(**arguments))
     assert "\n" not in str(error.value)
@@ -309,8 +309,8 @@ def test_linen_module_in_nnx_equals_linen_and_trains():
 
     losses = []
     for _ in range(5):
-        found, expected, value = step(wrapped, optimizer)
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        actual, expected, value = step(wrapped, optimizer)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
         losses.append(float(value))
     assert losses == sorted(losses, reverse=True)
 

@@ -144,14 +144,14 @@ def test_model_that_cannot_be_saved_raises_one_line(small, tmp_path, own_errors)
     (tmp_path / "file").touch()
     model, lacking = small[0], jax.tree.map(np.asarray, small[1])
     del lacking["params"]["block_0"]["attention"]["key"]["bias"]
-    for folder, *given, message in (
+    for folder, *arguments, message in (
         ("file/under", *small, "under cannot be written"),
         ("other", MultiHeadAttention(2), small[1], "a MultiHeadAttention"),
         ("other", model, lacking, "the parameters lack block_0/attention/key/bias"),
         ("other", model, small[1]["params"], "expected variables"),
     ):
         with pytest.raises(UserError, match=message):
-            save_hf(tmp_path / folder, *given)
+            save_hf(tmp_path / folder, *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -41,9 +41,9 @@ def kinds(model):
 
 
 def test_defaults_match_each_family():
-    llama, of_llama = model_of("llama").config, layer_of("llama")
+    llama, attention = model_of("llama").config, layer_of("llama")
     assert (llama.tie_embeddings, llama.norm_epsilon, llama.activation, llama.use_bias) == (False, 1e-6, "silu", False)
-    assert (llama.mlp_ratio, of_llama.kv_heads, of_llama.head_dim, of_llama.rotary) == (100 / 48, 6, 8, Rotary())
+    assert (llama.mlp_ratio, attention.kv_heads, attention.head_dim, attention.rotary) == (100 / 48, 6, 8, Rotary())
     gemma = model_of("gemma2", num_key_value_heads=2).config
     local, _ = gemma.layers
     assert (local.head_dim, local.scale, local.soft_cap, gemma.logit_cap) == (256, 1 / 16, 50.0, 30.0)

@@ -134,14 +134,14 @@ def drawn(family, draw):
 
     fields = torch_and_class(family)[1].__dataclass_fields__
     small = SMALL.get(family, ALWAYS)
-    own = {
+    family_values = {
         name: beside(small.get(name, fields[name].default))
         for name in set(fields) - set(PreTrainedConfig.__dataclass_fields__)
     }
-    values = own | VALUES | OTHERS | OTHERS_OF.get(family, {}) | VALUES_OF.get(family, {})
+    values = family_values | VALUES | OTHERS | OTHERS_OF.get(family, {}) | VALUES_OF.get(family, {})
     config = small | {"model_type": family}
-    others = sorted({*OTHERS, *OTHERS_OF.get(family, {}), *(ANY if family != "gpt2" else ())} - set(own))
-    for options, number in ((sorted(own), draw.integers(1, 6)), (others, draw.integers(0, 3))):
+    others = sorted({*OTHERS, *OTHERS_OF.get(family, {}), *(ANY if family != "gpt2" else ())} - set(family_values))
+    for options, number in ((sorted(family_values), draw.integers(1, 6)), (others, draw.integers(0, 3))):
         for option in draw.permutation(options)[:number].tolist():
             config[option] = values[option][draw.integers(len(values[option]))]
     return config

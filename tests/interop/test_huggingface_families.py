@@ -23,9 +23,9 @@ FAST = ("gemma3_text", "qwen3_next", "deepseek_v3")
 
 def reads(name, folder):
     model, params = peers.ours(name)
-    found = np.asarray(jax.jit(model.apply)(params, peers.tokens(name)))[:, peers.SCORED]
+    logits = np.asarray(jax.jit(model.apply)(params, peers.tokens(name)))[:, peers.SCORED]
     # Float32 gives about 1e-5.
-    np.testing.assert_allclose(found, peers.goldens(name)["logits"], atol=1e-4)
+    np.testing.assert_allclose(logits, peers.goldens(name)["logits"], atol=1e-4)
 
 
 def writes(name, folder):

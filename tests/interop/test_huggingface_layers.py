@@ -25,8 +25,8 @@ def test_stacked_hybrid_loads_and_saves_unchanged(tmp_path):
     folder = save_hf(tmp_path / "hybrid", HYBRID, params, max_shard_bytes=20_000)
     stacked = stack_layers(params["params"])
     assert {"blocks_0", "blocks_1", "block_4"} <= stacked.keys()
-    found = from_hf(folder, shardings=parallel.make("mesh", fsdp=2).shardings(stacked))[1]["params"]
-    jax.tree.map(np.testing.assert_array_equal, found, stacked)
+    loaded = from_hf(folder, shardings=parallel.make("mesh", fsdp=2).shardings(stacked))[1]["params"]
+    jax.tree.map(np.testing.assert_array_equal, loaded, stacked)
     again = save_hf(tmp_path / "again", HYBRID, {"params": stacked}, max_shard_bytes=20_000)
     assert len(list(folder.glob("*.safetensors"))) > 1
     for file in folder.glob("*.safetensors"):
@@ -111,12 +111,12 @@ def test_only_rope_interleave_reorders_pairs_into_halves():
     state, config = kept("deepseek_v3")
     pairs, halves = (from_hf(state, config | {"rope_interleave": flag}) for flag in (True, False))
     assert pairs[0] == halves[0]
-    of_pairs, of_halves = (params["params"]["block_1"]["attention"] for _, params in (pairs, halves))
+    pair_params, half_params = (params["params"]["block_1"]["attention"] for _, params in (pairs, halves))
     for name in ("query", "rotary"):
-        one, other = (x[name]["kernel"][..., -6:] for x in (of_pairs, of_halves))
+        one, other = (x[name]["kernel"][..., -6:] for x in (pair_params, half_params))
         np.testing.assert_array_equal(one, other[..., [0, 2, 4, 1, 3, 5]])
     for name in ("latent", "key", "value", "out", "query_down", "query_norm", "latent_norm"):
-        jax.tree.map(np.testing.assert_array_equal, of_pairs[name], of_halves[name])
+        jax.tree.map(np.testing.assert_array_equal, pair_params[name], half_params[name])
 
 
 def test_prediction_heads_of_deepseek_are_ignored():
@@ -147,8 +147,8 @@ def test_export_folds_norm_scales_into_the_next_kernel(tmp_path):
     assert np.all(its_params["params"]["block_0"]["attention"]["norm"]["scale"] == 1)
     with torch.no_grad():
         logits = theirs(torch.from_numpy(text)).logits.numpy()
-    for found in (logits, again.apply(its_params, text)):  # float32, in another order of sums
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    for actual in (logits, again.apply(its_params, text)):  # float32, in another order of sums
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("value", [SoftCap(5.0), MaskFn(lambda b, h, i, j: j > 0)], ids=["score mod", "mask"])

@@ -147,8 +147,8 @@ def test_any_axis_may_be_split(folders):
         return NamedSharding(devices, PartitionSpec(*("x" if n == axis else None for n in range(x.ndim))))
 
     for axis in range(3):
-        found = from_hf(folders["gpt2"], shardings=lambda shapes, n=axis: jax.tree.map(lambda x: split(x, n), shapes))
-        assert_equal(found[1], params_of("gpt2"))
+        loaded = from_hf(folders["gpt2"], shardings=lambda shapes, n=axis: jax.tree.map(lambda x: split(x, n), shapes))
+        assert_equal(loaded[1], params_of("gpt2"))
 
 
 LIMITED = """

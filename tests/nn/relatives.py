@@ -89,8 +89,8 @@ def differential(x, p, layer=0):
 
 def latent(x, p):
     """DeepSeek-AI 2024, equations 9 to 19."""
-    of_query = rms(projected(x, p, "query_down"), p["query_norm/scale"], 1e-6) if "query_down/kernel" in p else x
-    q, c = projected(of_query, p, "query"), rms(projected(x, p, "latent"), p["latent_norm/scale"], 1e-6)
+    query_input = rms(projected(x, p, "query_down"), p["query_norm/scale"], 1e-6) if "query_down/kernel" in p else x
+    q, c = projected(query_input, p, "query"), rms(projected(x, p, "latent"), p["latent_norm/scale"], 1e-6)
     k, v = projected(c, p, "key"), projected(c, p, "value")
     plain, scale = k.shape[-1], q.shape[-1] ** -0.5
     q = np.concatenate([q[..., :plain], rotated(q[..., plain:])], axis=-1)

@@ -87,12 +87,12 @@ def test_plain_module_decodes_by_passes_over_its_newest_inputs(file):
 
 def test_notebook_copy_has_all_that_a_class_uses_from_its_cells(tmp_path):
     names, x = {"__name__": "notebook"}, np.ones((1, 3, 4))
-    own = "class Own(Module):\n  half = staticmethod(half)\n  def __call__(self, x):\n    return fast(self.half(x))"
+    cell = "class Own(Module):\n  half = staticmethod(half)\n  def __call__(self, x):\n    return fast(self.half(x))"
     cells = [
         "import jax, jax.numpy as jnp\nfrom flax.linen import Module\nscale = 2.0",
         "def half(x): return x / scale",
     ]
-    for text in (*cells, "fast = jax.jit(half)\nassert fast(4) == 2", f"print(fast)\n{own}\nassert Own.x == 5"):
+    for text in (*cells, "fast = jax.jit(half)\nassert fast(4) == 2", f"print(fast)\n{cell}\nassert Own.x == 5"):
         file = f"<cell {len(linecache.cache)}>"
         linecache.cache[file] = len(text), None, text.splitlines(True), file
         with contextlib.suppress(AttributeError):  # by the last line, which is not copied

@@ -13,14 +13,14 @@ similarity = jax.jit(cosine_similarity)
 def test_cosine_similarity_ignores_vector_norms():
     u, v = np.asarray(EMBEDDING[:3], np.float64), np.asarray(EMBEDDING[3:10], np.float64)
     expected = u @ v.T / np.outer(np.linalg.norm(u, axis=1), np.linalg.norm(v, axis=1))
-    found = np.asarray(similarity(5 * np.pad(EMBEDDING[:3], ((0, 1), (0, 0))), np.float32(0.1) * EMBEDDING[3:10]))
-    np.testing.assert_allclose(found[:3], expected, atol=1e-6)
-    assert not found[3].any(), "zero vectors have similarity 0"
+    actual = np.asarray(similarity(5 * np.pad(EMBEDDING[:3], ((0, 1), (0, 0))), np.float32(0.1) * EMBEDDING[3:10]))
+    np.testing.assert_allclose(actual[:3], expected, atol=1e-6)
+    assert not actual[3].any(), "zero vectors have similarity 0"
 
 
 def test_nearest_returns_most_similar_others_in_order():
-    found = jax.jit(nearest, static_argnames="count")(EMBEDDING, np.array([[4], [7]]), count=5)
-    ids, similarities = map(np.asarray, found)
+    neighbours = jax.jit(nearest, static_argnames="count")(EMBEDDING, np.array([[4], [7]]), count=5)
+    ids, similarities = map(np.asarray, neighbours)
     assert ids.shape == similarities.shape == (2, 1, 5)
     all_of_4 = np.asarray(similarity(EMBEDDING[4], EMBEDDING))
     order = [i for i in np.argsort(-all_of_4) if i != 4]

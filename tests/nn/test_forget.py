@@ -42,8 +42,8 @@ def test_gate_parameters_have_shapes_and_initial_values_of_the_papers():
     assert params["gate"]["kernel"].shape == (8, 4, 2)
     initial = jax.jit(lambda key: MODULE.init(key, X)["params"]["forget"]["bias"])(jax.random.key(0))
     np.testing.assert_array_equal(initial, np.zeros(4))
-    found = decayed(params)
-    assert found["forget"] == found["gate"] == {"kernel": True, "bias": False}
+    is_decayed = decayed(params)
+    assert is_decayed["forget"] == is_decayed["gate"] == {"kernel": True, "bias": False}
     plain = MultiHeadAttention(4, use_bias=False, forget_gate=True, output_gate=True)
     shapes = jax.eval_shape(plain.init, jax.random.key(0), X)["params"]
     assert [name for name, leaves in shapes.items() if "bias" in leaves] == ["forget"]

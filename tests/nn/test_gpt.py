@@ -57,9 +57,9 @@ def test_gpt_loss_of_packed_document_equals_loss_of_document_alone(positions, st
     params = parameters(model, inputs[:, :1])
     params = {"params": stack_layers(params["params"])} if stacked else params
     # Each document alone, padded at its end, which a causal model ignores.
-    own = np.arange(9) < LENGTHS[:, None]
+    inside = np.arange(9) < LENGTHS[:, None]
     padded = np.zeros((2, 5, 9), int)
-    padded[:, own] = inputs[0], targets[0]
+    padded[:, inside] = inputs[0], targets[0]
 
     @jax.jit
     def run(params):
@@ -68,7 +68,7 @@ def test_gpt_loss_of_packed_document_equals_loss_of_document_alone(positions, st
 
     packed, alone = run(params)
     assert packed.dtype == jnp.float64
-    np.testing.assert_allclose(packed[0], np.asarray(alone)[own], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(packed[0], np.asarray(alone)[inside], rtol=0, atol=1e-10)
 
 
 def test_gpt_masks_in_field_and_call_equal_segments_and_causal():
@@ -256,12 +256,12 @@ def test_gpt_with_padded_vocabulary_equals_unpadded_model(options, chunk, monkey
 
         return model.apply({"params": params}, TOKENS), *jax.value_and_grad(loss)(params)
 
-    found, expected = jax.jit(lambda p: (computed(padded, p), computed(model, without_padding(p))))(params)
+    actual, expected = jax.jit(lambda p: (computed(padded, p), computed(model, without_padding(p))))(params)
     for name in tables:
-        assert not np.asarray(found[2][name]["embedding"])[11:].any()
-    found = *found[:2], without_padding(found[2])
+        assert not np.asarray(actual[2][name]["embedding"])[11:].any()
+    actual = *actual[:2], without_padding(actual[2])
     # Sums of 16 products, computed by two programs, through one layer.
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), actual, expected)
 
 
 def test_gpt_with_zero_outputs_starts_as_its_embedding():

@@ -30,11 +30,11 @@ def test_mlp_equals_formula_with_each_activation_and_gated(float64):
         gated = Mlp(19, "silu", gated=True).apply(variables, x)
         return {name: Mlp(19, name).apply(plain, x) for name in functions}, gated
 
-    found, gated = run()
+    outputs, gated = run()
     hidden = x @ up["kernel"] + up["bias"]
     for name, function in functions.items():
         expected = function(hidden) @ down["kernel"] + down["bias"]
-        np.testing.assert_allclose(found[name], expected, rtol=1e-12, err_msg=name)
+        np.testing.assert_allclose(outputs[name], expected, rtol=1e-12, err_msg=name)
     gates = functions["silu"](x @ gate["kernel"] + gate["bias"])
     np.testing.assert_allclose(gated, (gates * hidden) @ down["kernel"] + down["bias"], rtol=1e-12)
 
@@ -57,11 +57,11 @@ def test_block_with_norms_before_or_after_equals_formula(norm_first, mlp, float6
         expected = x
         for name, layer in (("attention", attention), ("mlp", mlp)):
             if layer is not None:
-                own, norms = {"params": params[name]}, params[f"{name}_norm"]
+                layer_variables, norms = {"params": params[name]}, params[f"{name}_norm"]
                 if norm_first:
-                    expected = expected + layer.apply(own, norm(expected, norms))
+                    expected = expected + layer.apply(layer_variables, norm(expected, norms))
                 else:
-                    expected = norm(expected + layer.apply(own, expected), norms)
+                    expected = norm(expected + layer.apply(layer_variables, expected), norms)
         return block.apply(variables, x), expected
 
     np.testing.assert_allclose(*run(parameters(block, x)), rtol=1e-10)
@@ -93,12 +93,12 @@ def reference(params, tokens, *, window, base, norm_at, plus_one, epsilon=1e-5):
     weights = scipy.special.softmax(
         np.concatenate([scores, np.tile(attention["sinks"][:, None, None], (1, 8, 1))], -1), -1
     )
-    made = np.einsum("hqk,khd,hdf->qf", weights[..., :-1], v, attention["out"]["kernel"])
-    x = x + (norm(made, block["attention_post_norm"]) if norm_at != "before" else made)
+    branch = np.einsum("hqk,khd,hdf->qf", weights[..., :-1], v, attention["out"]["kernel"])
+    x = x + (norm(branch, block["attention_post_norm"]) if norm_at != "before" else branch)
     y = norm(x, block["mlp_norm"]) if norm_at != "after" else x
     gates = y @ block["mlp"]["gate"]["kernel"]
-    made = (gates * scipy.special.expit(gates) * (y @ block["mlp"]["up"]["kernel"])) @ block["mlp"]["down"]["kernel"]
-    x = x + (norm(made, block["mlp_post_norm"]) if norm_at != "before" else made)
+    branch = (gates * scipy.special.expit(gates) * (y @ block["mlp"]["up"]["kernel"])) @ block["mlp"]["down"]["kernel"]
+    x = x + (norm(branch, block["mlp_post_norm"]) if norm_at != "before" else branch)
     return 2.0 * np.tanh(norm(x, params["final_norm"]) @ params["output"]["embedding"].T * 1.5 / 2.0)
 
 

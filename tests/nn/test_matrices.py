@@ -22,8 +22,8 @@ class Model(nn.Module):
 
 
 def test_matrices_of_user_model_exclude_embeddings_depthwise_and_logits():
-    found = matrices_of(Model(), np.zeros((1, 5), np.int32))
-    assert found == {
+    matrices = matrices_of(Model(), np.zeros((1, 5), np.int32))
+    assert matrices == {
         "convolution/kernel": Matrix((-3, -2)),
         "heads/kernel": Matrix((-3,), (-2, -1)),
         "own": Matrix(fused=(5,)),

@@ -34,7 +34,7 @@ def test_parameters_are_interchangeable_with_flax(use_bias, qk_norm, memory, flo
     params = parameters(theirs, X, memory)
     assert shapes(jax.eval_shape(ours.init, jax.random.key(2), X, memory)) == shapes(params)
     # In float64, because flax's variance, E[x²] − E[x]², cancels in float32 if a head's two features are close.
-    x, memory = (None if given is None else given.astype(np.float64) for given in (X, memory))
+    x, memory = (None if array is None else array.astype(np.float64) for array in (X, memory))
     results = jax.jit(lambda params: [module.apply(params, x, memory) for module in (ours, theirs)])(params)
     np.testing.assert_allclose(*results, rtol=1e-9)
 

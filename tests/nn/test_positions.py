@@ -61,5 +61,5 @@ def test_mismatched_widths_and_positions_raise_one_line(encode, message, own_err
 def test_learned_positions_look_up_table():
     table = LearnedPositions(context=6, features=4)
     params, positions = parameters(table, np.arange(6)), np.array([[3, 1]])
-    found = jax.jit(table.apply)(params, positions)
-    np.testing.assert_array_equal(found, params["params"]["embedding"][positions])
+    out = jax.jit(table.apply)(params, positions)
+    np.testing.assert_array_equal(out, params["params"]["embedding"][positions])

@@ -50,8 +50,8 @@ def test_stacked_layers_unstack_to_the_same_arrays_in_order():
 
 def test_shapes_of_stacked_layers_keep_their_shardings():
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    given = {"block_0": {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))}}
-    stacked = stack_layers(given)
+    shapes = {"block_0": {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))}}
+    stacked = stack_layers(shapes)
     assert stacked["blocks"]["w"].sharding.spec == P(None, "fsdp")
     assert unstack_layers(stacked)["block_0"]["w"].sharding.spec == P("fsdp")
 
@@ -120,9 +120,9 @@ def test_stacked_layers_have_loss_and_gradients_of_single_layers(options, remat)
     # Float32 sums in another order: per layer, a few units of 6e-8 of the largest element. The delta rule
     # amplifies them where it normalizes short keys.
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    of_layer = 5e-6 if options.get("layers") == "gated_delta" else 1e-6
+    per_layer = 5e-6 if options.get("layers") == "gated_delta" else 1e-6
     largest = max(np.abs(x).max() for x in jax.tree.leaves(slopes))
-    atol = min(1e-5, of_layer * model.config.num_layers * largest)
+    atol = min(1e-5, per_layer * model.config.num_layers * largest)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), unstack_layers(stacked), slopes)
 
 
@@ -143,8 +143,8 @@ LOCAL = {"local": {"window": 3, "value_residual": True}, "attention": {"value_re
 def test_stacked_layers_receive_layer_numbers_and_first_values(layers, number, options):
     model = GPT.of(**SIZES | {"num_layers": number}, layers=layers, mlp_ratio=1.0, **options)
     params = parameters(model, TOKENS)["params"]
-    expected, found = (jax.jit(model.apply)({"params": p}, TOKENS) for p in (params, stack_layers(params)))
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    expected, actual = (jax.jit(model.apply)({"params": p}, TOKENS) for p in (params, stack_layers(params)))
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_hybrid_layers_stack_by_position_in_the_pattern():
@@ -175,8 +175,8 @@ def test_dropout_masks_differ_between_layers():
 
     @jax.jit
     def run(params):
-        kept = {"capture_intermediates": lambda module, method: isinstance(module, Block) and method == "forward"}
-        return model.apply({"params": params}, TOKENS, deterministic=False, dropout_key=jax.random.key(0), **kept)
+        capture = {"capture_intermediates": lambda module, method: isinstance(module, Block) and method == "forward"}
+        return model.apply({"params": params}, TOKENS, deterministic=False, dropout_key=jax.random.key(0), **capture)
 
     _, seen = run(params)
     first, second = (seen["intermediates"][f"block_{n}"]["forward"][0].out for n in range(2))

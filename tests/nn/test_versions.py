@@ -184,11 +184,11 @@ def test_equivalent_code_has_the_same_trace():
 def test_trace_is_the_same_in_every_process():
     text = "from tests.nn.test_versions import *\nn = {'__name__': 'n'}\n"
     text += "print(run(n, IMPORTS, FIRST, OWN), [run(n, *EDITS[each][::2]) for each in ('key', 'backward rule')])"
-    found = {
+    outputs = {
         subprocess.check_output([sys.executable, "-c", text], env=os.environ | {"PYTHONHASHSEED": seed})
         for seed in ("0", "1", "2")
     }
-    assert len(found) == 1
+    assert len(outputs) == 1
 
 
 def model(**changes):

@@ -70,5 +70,5 @@ class Doubling(CausalConv):
     """Twice a convolution."""
 
     def mix(self, x, state, context):
-        found = super().mix(x, state, context)
-        return found._replace(out=2 * found.out)
+        mixed = super().mix(x, state, context)
+        return mixed._replace(out=2 * mixed.out)

@@ -32,7 +32,7 @@ def draw_mask(rng, batch, heads, q_length, kv_length, depth=2, size=3, dense=Tru
     def integers(low, high, *shape):
         return np.asarray(rng.integers(low, high, shape), np.int32)
 
-    of_pairs = [
+    dense_masks = [
         lambda: Dense(rng.random((*batch, by_head, q_length, kv_length)) < 0.6),
         lambda: Dense(rng.random((q_length, kv_length)) < 0.6),
     ]
@@ -44,7 +44,7 @@ def draw_mask(rng, batch, heads, q_length, kv_length, depth=2, size=3, dense=Tru
         lambda: Segments(*(np.sort(integers(0, 3, *lead, length), axis=-1) for length in (q_length, kv_length))),
         lambda: Segments(integers(0, 3, *lead, q_length), integers(0, 3, *lead, kv_length)),
         lambda: BlockSparse(rng.random((*batch, by_head, -(-q_length // size), -(-kv_length // size))) < 0.4, size),
-        *(of_pairs if dense else []),
+        *(dense_masks if dense else []),
         lambda: MaskFn(lambda b, h, i, j: (i - j + h + b) % 3 != 0),
         lambda: MaskFn(lambda b, h, i, j, by: (i - j) % by[h] == 0, integers(1, 4, heads)),
     ]
@@ -154,18 +154,18 @@ def results(arrays, run, impl, dtype, compiled=jax.jit):
     def outputs(arrays):
         return dict(zip(("out", "lse"), run(arrays, impl)))
 
-    def weigh(found):
+    def weigh(values):
         mixes = np.random.default_rng(1)
         # Each element has its own weight; a fully masked row has lse −inf and gradient 0.
-        weights = {name: np.asarray(mixes.normal(size=x.shape), x.dtype) for name, x in found.items()}
-        return weights | {"lse": jnp.where(jnp.isfinite(found["lse"]), weights["lse"], 0)}
+        weights = {name: np.asarray(mixes.normal(size=x.shape), x.dtype) for name, x in values.items()}
+        return weights | {"lse": jnp.where(jnp.isfinite(values["lse"]), weights["lse"], 0)}
 
-    found = compiled(lambda arrays: with_gradients(outputs, arrays, weigh))(arrays)
-    return {name: np.asarray(x, np.float64) for name, x in found.items()}
+    values = compiled(lambda arrays: with_gradients(outputs, arrays, weigh))(arrays)
+    return {name: np.asarray(x, np.float64) for name, x in values.items()}
 
 
-def assert_near(found, expected):
+def assert_near(actual, expected):
     """Both round each of about a hundred sums; 1e-11 is 5e4 units in the last place of the largest element."""
     for name, x in expected.items():
         largest = np.abs(x).max(initial=0, where=np.isfinite(x))
-        np.testing.assert_allclose(found[name], x, rtol=1e-11, atol=1e-11 * largest, err_msg=name)
+        np.testing.assert_allclose(actual[name], x, rtol=1e-11, atol=1e-11 * largest, err_msg=name)

@@ -59,12 +59,12 @@ def specified(run, *arguments):
         return jax.jit(run)(*widened)
 
 
-def assert_near(found, expected, bound=2**-6):
+def assert_near(actual, expected, bound=2**-6):
     """Weights, outputs and score gradients are rounded to bfloat16, by at most 2^-9, and about 2^-10 on average.
     Relative errors are 1e-3 to 3e-3, and 1e-2 in rows with few keys, where do·v and do·o cancel. A missing key of 256
     would change a row by about 3e-2 of its size plus the mean size."""
     for name, x in expected.items():
-        x, y = np.asarray(x), np.asarray(found[name], np.float64)
+        x, y = np.asarray(x), np.asarray(actual[name], np.float64)
         if name == "lse":
             np.testing.assert_allclose(y, x, rtol=1e-6, atol=1e-5)
             continue

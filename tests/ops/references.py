@@ -13,8 +13,8 @@ def naive(name):
     path = spec and Path(spec.submodule_search_locations[0], "ops", name, "naive.py")
     if not path or not path.exists():
         pytest.skip("fla-core is not installed: make peers")
-    module = importlib.util.module_from_spec(found := importlib.util.spec_from_file_location("naive", path))
-    found.loader.exec_module(module)
+    module = importlib.util.module_from_spec(file_spec := importlib.util.spec_from_file_location("naive", path))
+    file_spec.loader.exec_module(module)
     return module
 
 

@@ -157,11 +157,11 @@ def test_merged_parts_equal_one_call_in_values_and_gradients(float64):
         return sum((y**2).sum() for y in results), results
 
     step = jax.grad(total, (0, 1, 2), has_aux=True)
-    (found, merged), (expected, at_once) = jax.jit(lambda *x: [step(*x, cuts) for cuts in ((2, 3), ())])(
+    (actual, merged), (expected, at_once) = jax.jit(lambda *x: [step(*x, cuts) for cuts in ((2, 3), ())])(
         *draw(3, 9, 2, 4, dtype=np.float64)
     )
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-8), merged, at_once)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-8), found, expected)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-8), actual, expected)
 
 
 def test_merge_ignores_fully_masked_parts():
@@ -234,8 +234,8 @@ def test_sizes_beyond_int32_are_unlimited():
         return [*(attend(mask=mask) for mask in masks), attend(mask=wide, q_positions=places)]
 
     for impl in ("dense", "blockwise"):
-        expected, *found = run(np.arange(20, dtype=np.int32), masks, impl)
-        for one in found:
+        expected, *actual = run(np.arange(20, dtype=np.int32), masks, impl)
+        for one in actual:
             np.testing.assert_allclose(one, expected, atol=1e-6)
 
 
@@ -255,9 +255,9 @@ def test_heads_before_tokens_warn_unless_arguments_confirm_sizes():
     swapped, few, ids = zeros((2, 4, 32, 8)), zeros((1, 1, 32, 8)), np.zeros(4, np.int32)
     calls = (attnlab.attention, attnlab.linear_attention, attnlab.linear_recurrence, attnlab.stick_breaking_attention)
     for call in calls:
-        with pytest.warns(UserWarning, match=r"q has shape \(2, 4, 32, 8\).* 4 tokens of 32 heads.*swapaxes") as found:
+        with pytest.warns(UserWarning, match=r"q has shape \(2, 4, 32, 8\).* 4 tokens of 32 heads.*swapaxes") as caught:
             jax.eval_shape(call, swapped, swapped, swapped)
-        assert {x.filename for x in found} == {__file__}
+        assert {x.filename for x in caught} == {__file__}
         jax.eval_shape(call, few, few, few)  # one token
     attend = functools.partial(jax.eval_shape, attnlab.attention)
     with pytest.warns(UserWarning, match="4 tokens of 32 heads"):

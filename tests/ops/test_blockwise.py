@@ -30,8 +30,8 @@ def marked():
 @pytest.mark.parametrize("case", marked())
 def test_blockwise_matches_dense_on_random_cases(float64, case):
     expected = cases.results(case.arrays, case.run, "dense", jnp.float64)
-    given = cases.results(case.arrays, case.run, "blockwise", jnp.float64)
-    cases.assert_near(given, expected)
+    actual = cases.results(case.arrays, case.run, "blockwise", jnp.float64)
+    cases.assert_near(actual, expected)
 
 
 @pytest.mark.slow
@@ -79,14 +79,14 @@ def test_fully_masked_row_has_zero_output_and_gradient(attend):
 
     @jax.jit
     def run(q, k, v):
-        of_lse = jax.grad(lambda q: jnp.exp(attend(q, k, v, mask=mask, return_lse=True)[1]).sum())(q)
-        return jax.grad(total, argnums=(0, 1, 2), has_aux=True)(q, k, v), of_lse, mask.dense(40, 40)
+        lse_gradient = jax.grad(lambda q: jnp.exp(attend(q, k, v, mask=mask, return_lse=True)[1]).sum())(q)
+        return jax.grad(total, argnums=(0, 1, 2), has_aux=True)(q, k, v), lse_gradient, mask.dense(40, 40)
 
-    (gradients, (out, lse)), of_lse, visible = jax.tree.map(np.asarray, run(*sample(40)))
+    (gradients, (out, lse)), lse_gradient, visible = jax.tree.map(np.asarray, run(*sample(40)))
     masked = ~visible.any(axis=1)
     assert (out[masked] == 0).all() and np.isneginf(lse[masked]).all() and np.isfinite(lse[~masked]).all()
     assert (gradients[0][masked] == 0).all() and all(np.isfinite(g).all() for g in gradients)
-    assert (of_lse[masked] == 0).all()
+    assert (lse_gradient[masked] == 0).all()
 
 
 def test_bias_of_minus_infinity_masks_keys():
@@ -115,8 +115,8 @@ def test_score_mods_get_existing_positions_only():
     def gradient(attend):
         return jax.grad(lambda k: (attend(q, k, v, score_mod=mod) ** 2).sum())
 
-    found, expected = jax.jit(lambda k: [gradient(attend)(k) for attend in (blockwise, dense)])(k)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    actual, expected = jax.jit(lambda k: [gradient(attend)(k) for attend in (blockwise, dense)])(k)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_sink_of_minus_infinity_has_no_effect():
@@ -157,8 +157,8 @@ def test_user_defined_mask_and_mod_match_dense():
 
         return jax.grad(total, has_aux=True)
 
-    found, expected = jax.jit(lambda number: [results(attend)(number) for attend in (blockwise, dense)])(number)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
+    actual, expected = jax.jit(lambda number: [results(attend)(number) for attend in (blockwise, dense)])(number)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected)
 
 
 # Transforms

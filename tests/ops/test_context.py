@@ -83,10 +83,10 @@ def mesh_of(data=1, tensor=1, context=1, kind=AxisType.Auto):
     return jax.make_mesh((data, tensor, context), ("data", "tensor", "context"), axis_types=(kind,) * 3)
 
 
-def assert_equal(found, expected):
+def assert_equal(actual, expected):
     # Sums of 32 terms in another order: a few units in the last place of the largest element.
     compare = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-    jax.tree.map(compare, found, expected)
+    jax.tree.map(compare, actual, expected)
 
 
 @functools.cache
@@ -205,9 +205,9 @@ def test_split_call_equals_unsplit_call(terms, kind):
     run, mesh = gradients(functools.partial(attend, **TERMS[terms])), mesh_of(data=2, context=2, kind=kind)
     placed = [jax.device_put(x, NamedSharding(mesh, P("data", "context"))) for x in arrays()]
     with jax.set_mesh(mesh), attnlab.context_parallel("context"):
-        found = run(*placed)
-    assert found[1][0].sharding.spec[:2] == ("data", "context")
-    assert_equal(found, unsplit(terms))
+        actual = run(*placed)
+    assert actual[1][0].sharding.spec[:2] == ("data", "context")
+    assert_equal(actual, unsplit(terms))
 
 
 def in_context(function, axis="context", **options):
@@ -283,7 +283,7 @@ def test_rows_are_in_zigzag_order_if_that_balances_work_better(mask, is_zigzag, 
     assert layout.is_zigzag == is_zigzag and layout.imbalance <= imbalance
     rows = layout.rows(32768)
     visible, _ = mask.tiles(32768, 32768, (512, 512))
-    busy = [visible[0, 0, np.unique(of_device // 512)].sum() for of_device in rows]
+    busy = [visible[0, 0, np.unique(device_rows // 512)].sum() for device_rows in rows]
     np.testing.assert_allclose(max(busy) / np.mean(busy), layout.imbalance)
     assert sorted(rows.ravel()) == list(range(32768))
 
@@ -296,5 +296,5 @@ def test_random_calls_over_devices_equal_unsplit_calls(float64, seed):
     case = cases.draw(seed, multiple=4)
     expected = cases.results(case.arrays, case.run, "blockwise", jnp.float64)
     with jax.set_mesh(mesh_of(context=4)), attnlab.context_parallel("context"):
-        found = cases.results(case.arrays, case.run, "blockwise", jnp.float64)
-    cases.assert_near(found, expected)
+        actual = cases.results(case.arrays, case.run, "blockwise", jnp.float64)
+    cases.assert_near(actual, expected)

@@ -135,16 +135,16 @@ def test_random_calls_with_padding_and_cap_equal_float64_formulas(float64, chunk
         )
         expected = reference(features, embedding, targets, g, real, cap)
         embedding[real:] = [[np.nan], [np.inf], [1e300]]
-        for found, exact in zip(ours(chunk, real, cap)(features, embedding, targets, g), expected, strict=True):
-            np.testing.assert_allclose(found, exact, rtol=1e-10, atol=1e-11)
+        for actual, exact in zip(ours(chunk, real, cap)(features, embedding, targets, g), expected, strict=True):
+            np.testing.assert_allclose(actual, exact, rtol=1e-10, atol=1e-11)
 
 
 def with_offset(losses, logits, targets, offset):
     """Losses and gradients of `logits`, the features of an identity embedding with one more column, `offset`."""
     features = jnp.concatenate([logits, jnp.ones((*logits.shape[:-1], 1))], axis=-1)
     embedding = jnp.eye(VOCAB, VOCAB + 1) + offset * jnp.eye(1, VOCAB + 1, VOCAB)
-    found, back = jax.vjp(lambda features: losses(features, embedding, targets), features)
-    return found, back(jnp.ones_like(found))[0][..., :VOCAB]
+    loss, back = jax.vjp(lambda features: losses(features, embedding, targets), features)
+    return loss, back(jnp.ones_like(loss))[0][..., :VOCAB]
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_common_offset_of_logits_changes_no_bit(losses):
     logits = rng.integers(-200, 200, (BATCH, LENGTH, VOCAB)).astype(np.float32) / 64  # exact beside the offset
     targets = rng.integers(0, VOCAB, (BATCH, LENGTH)).astype(np.int32)
     run = jax.jit(functools.partial(with_offset, losses))
-    for found, expected in zip(run(logits, targets, 10_000.0), run(logits, targets, 0.0), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for actual, expected in zip(run(logits, targets, 10_000.0), run(logits, targets, 0.0), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_huge_logits_keep_losses_and_gradients_finite():
@@ -265,9 +265,9 @@ def test_gradient_holds_logits_of_only_one_chunk(chunk):
 def test_backward_pass_keeps_max_log_sum_inputs_and_logits_of_one_chunk(chunk):
     features, embedding, targets, _ = inputs(jnp.bfloat16)
     _, back = jax.jit(lambda *x: jax.vjp(lambda *x: cross_entropy(*x, targets, chunk=chunk), *x))(features, embedding)
-    kept = [f"{x.dtype}{x.shape}" for x in jax.tree.leaves(back)]
+    residuals = [f"{x.dtype}{x.shape}" for x in jax.tree.leaves(back)]
     expected = ["bfloat16(4, 10, 6)", "bfloat16(21, 6)", "int32(4, 10)", *["float32(4, 10)"] * 2]
-    assert sorted(kept) == sorted(expected + ["bfloat16(4, 10, 21)"] * (chunk == LENGTH))
+    assert sorted(residuals) == sorted(expected + ["bfloat16(4, 10, 21)"] * (chunk == LENGTH))
 
 
 @pytest.mark.parametrize("dtype, most", [(jnp.float32, MAX_LOGITS), (jnp.bfloat16, MAX_NARROW_LOGITS)])

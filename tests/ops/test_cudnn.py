@@ -51,8 +51,8 @@ def test_supported_calls_choose_cudnn_on_a_gpu(mask, dtype):
     ],
 )
 def test_unsupported_arguments_reject_cudnn(more, reason):
-    given = {"q": Q, "k": K, "v": K} | more
-    explained = attnlab.explain(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+    arguments = {"q": Q, "k": K, "v": K} | more
+    explained = attnlab.explain(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
     assert explained.backend == "blockwise" and reason in explained.rejected["cudnn"]
 
 

@@ -46,8 +46,8 @@ def test_steps_of_few_queries_equal_the_formula(float64, queries, heads, kv_head
     q, k, v = sample(queries, heads, kv_heads)
     assert attention.explain(q, k, v, Padding(LENGTHS)).backend == "decode"
     expected = answer(AttentionCall(q, k, v, mask=Padding(LENGTHS)))
-    for found, exact in zip(step(q, k, v, LENGTHS), (expected.out, expected.lse)):
-        np.testing.assert_allclose(found, exact, rtol=1e-12, atol=1e-12)
+    for actual, exact in zip(step(q, k, v, LENGTHS), (expected.out, expected.lse)):
+        np.testing.assert_allclose(actual, exact, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("queries, heads, kv_heads", [(1, 4, 2), (3, 6, 2)])
@@ -56,8 +56,8 @@ def test_hidden_keys_change_no_bit_of_results_and_gradients(queries, heads, kv_h
     q, k, v = (x.astype(np.float32) for x in sample(queries, heads, kv_heads))
     expected = with_gradients(q, k, v, LENGTHS)
     for hidden in (np.nan, np.inf, 1e3):
-        found = with_gradients(q, *(from_key(x, 7, hidden) for x in (k, v)), LENGTHS)
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        actual = with_gradients(q, *(from_key(x, 7, hidden) for x in (k, v)), LENGTHS)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def test_keys_hidden_from_all_heads_of_a_group_change_no_bit():

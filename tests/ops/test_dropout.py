@@ -26,9 +26,9 @@ def test_share_of_dropped_elements_is_the_rate():
 
 
 def test_neighbouring_elements_drop_independently():
-    kept = np.asarray(keep(1, 0.5), np.float64) - 0.5
+    centred = np.asarray(keep(1, 0.5), np.float64) - 0.5
     for axis in range(3):
-        pairs = kept.take(range(1, kept.shape[axis]), axis) * kept.take(range(kept.shape[axis] - 1), axis)
+        pairs = centred.take(range(1, centred.shape[axis]), axis) * centred.take(range(centred.shape[axis] - 1), axis)
         assert abs(pairs.mean() / 0.25) < 5 / np.sqrt(pairs.size)
 
 
@@ -51,8 +51,8 @@ def test_new_and_raw_keys_give_the_same_bits():
         bits = [dropout.keep(key, 0.5, *INDICES) for key in (new, raw)]
         return bits, (jax.random.key_data(several[0]), several[1])
 
-    for of_new, of_raw in run():
-        np.testing.assert_array_equal(of_new, of_raw)
+    for new_bits, raw_bits in run():
+        np.testing.assert_array_equal(new_bits, raw_bits)
 
 
 def test_kept_elements_are_scaled_to_keep_the_mean():

@@ -74,8 +74,8 @@ def test_outputs_and_gradients_are_those_of_the_specification_with_nan_in_hidden
     mask, ((q, k, v, _), (d_out, _)) = MASKS[name], drawn(SHAPE, {})
     if mask is not None:
         k, v = (with_nan(SHAPE, x, mask) for x in (k, v))
-    found = jax.jit(functools.partial(results, "fa4", mask))((q, k, v), d_out)
-    assert_near(found, specified(functools.partial(results, "dense", mask), (q, k, v), d_out))
+    actual = jax.jit(functools.partial(results, "fa4", mask))((q, k, v), d_out)
+    assert_near(actual, specified(functools.partial(results, "dense", mask), (q, k, v), d_out))
 
 
 def call_of(mask, shape=SHAPE):

@@ -36,10 +36,10 @@ def results(backend, *arrays):
     if backend == "devices":
         mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,))
         with jax.set_mesh(mesh), attnlab.context_parallel("context"):
-            found = attend(backend)(*arrays)
+            outputs = attend(backend)(*arrays)
     else:
-        found = attend(backend)(*arrays)
-    return dict(zip(("q", "k", "v", "out"), map(np.asarray, jax.tree.leaves(found))))
+        outputs = attend(backend)(*arrays)
+    return dict(zip(("q", "k", "v", "out"), map(np.asarray, jax.tree.leaves(outputs))))
 
 
 def arrays():
@@ -51,10 +51,10 @@ def test_key_hidden_from_all_queries_of_its_head_changes_no_bit(backend):
     q, k, v = arrays()
     expected = results(backend, q, k, v)
     hidden = HIDDEN.swapaxes(1, 2)[..., None]
-    found = results(backend, q, np.where(hidden, np.float32(np.nan), k), np.where(hidden, np.float32(np.inf), v))
+    actual = results(backend, q, np.where(hidden, np.float32(np.nan), k), np.where(hidden, np.float32(np.inf), v))
     for name, x in expected.items():
-        np.testing.assert_array_equal(found[name], x, err_msg=name)
-    assert (found["k"][HIDDEN.swapaxes(1, 2)] == 0).all() and np.isfinite(found["out"]).all()
+        np.testing.assert_array_equal(actual[name], x, err_msg=name)
+    assert (actual["k"][HIDDEN.swapaxes(1, 2)] == 0).all() and np.isfinite(actual["out"]).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -64,10 +64,10 @@ def test_nan_in_visible_key_stays_within_its_example_and_head(backend):
     row = int(np.argmin(HIDDEN[1, 0, 20:])) + 20
     for poisoned in (k, v):
         before, poisoned[1, row, 0] = poisoned[1, row, 0].copy(), np.nan
-        found = results(backend, q, k, v)
+        actual = results(backend, q, k, v)
         poisoned[1, row, 0] = before
-        assert np.isnan(found["out"][1, row:, 0]).all()
+        assert np.isnan(actual["out"][1, row:, 0]).all()
         for name, x in expected.items():
-            x, y = x.copy(), found[name].copy()
+            x, y = x.copy(), actual[name].copy()
             x[1, :, 0] = y[1, :, 0] = 0
             np.testing.assert_array_equal(y, x, err_msg=name)

@@ -25,10 +25,10 @@ def leaf_masks():
 @given(leaf_masks(), leaf_masks())
 def test_masks_combine_like_booleans_of_their_formulas(a, b):
     x = np.zeros((7, 1, 1), np.float32)
-    of_a, of_b = (visible(AttentionCall(x, x, x, mask=mask))[0] for mask in (a, b))
-    np.testing.assert_array_equal((a & b).dense(7, 7), of_a & of_b)
-    np.testing.assert_array_equal((a | b).dense(7, 7), of_a | of_b)
-    np.testing.assert_array_equal((~a).dense(7, 7), ~of_a)
+    visible_a, visible_b = (visible(AttentionCall(x, x, x, mask=mask))[0] for mask in (a, b))
+    np.testing.assert_array_equal((a & b).dense(7, 7), visible_a & visible_b)
+    np.testing.assert_array_equal((a | b).dense(7, 7), visible_a | visible_b)
+    np.testing.assert_array_equal((~a).dense(7, 7), ~visible_a)
 
 
 def test_numbers_are_static_and_arrays_are_leaves():

@@ -31,8 +31,8 @@ PAIRS = jnp.ones((256, 256))
 
 
 def why_not(**more):
-    given = {"q": Q, "k": K, "v": K} | more
-    return attnlab.explain(given.pop("q"), given.pop("k"), given.pop("v"), platform="gpu", **given).rejected["mosaic"]
+    args = {"q": Q, "k": K, "v": K} | more
+    return attnlab.explain(args.pop("q"), args.pop("k"), args.pop("v"), platform="gpu", **args).rejected["mosaic"]
 
 
 def mask_fn(fn, *arrays):
@@ -250,8 +250,8 @@ def test_vmap_over_some_arguments_equals_the_specification():
     slopes, sinks = np.array([[0.1, 0.2], [0.0, 0.05]], np.float32), np.array([0.5, 2.0], np.float32)
     arguments = q[0], k, v[0], DOCUMENTS, slopes, sinks, weights
     with mosaic.interpreted():
-        found = jax.jit(mapped("mosaic"))(*arguments)
-    assert_near(found, specified(mapped("dense"), *arguments))
+        actual = jax.jit(mapped("mosaic"))(*arguments)
+    assert_near(actual, specified(mapped("dense"), *arguments))
 
 
 @needs_jax_011

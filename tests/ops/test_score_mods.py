@@ -31,8 +31,8 @@ TABLE = np.random.default_rng(1).normal(size=(2, 5)).astype(np.float32)
     ],
 )
 def test_mod_equals_its_formula(mod, expected):
-    found = jax.jit(lambda mod: mod.apply(jnp.asarray(SCORES), whole(5, 5, 2)))(mod)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    actual = jax.jit(lambda mod: mod.apply(jnp.asarray(SCORES), whole(5, 5, 2)))(mod)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("impl", ["dense", "blockwise"])

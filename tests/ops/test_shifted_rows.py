@@ -41,8 +41,8 @@ def results(impl, dtype, with_sinks=False):
         return (out * mix_out.astype(dtype)).sum() + (lse * mix_lse.astype(dtype)).sum(), (out, lse)
 
     with jax.enable_x64(dtype == np.float64):
-        gradients, found = jax.jit(jax.grad(total, argnums=range(5), has_aux=True))(*arrays(dtype))
-        return dict(zip(("out", "lse", "q", "k", "v", "sinks", "bias"), map(np.asarray, (*found, *gradients))))
+        gradients, outputs = jax.jit(jax.grad(total, argnums=range(5), has_aux=True))(*arrays(dtype))
+        return dict(zip(("out", "lse", "q", "k", "v", "sinks", "bias"), map(np.asarray, (*outputs, *gradients))))
 
 
 @pytest.mark.parametrize("dtype, bound, with_sinks", [(np.float32, 1e-4, True), slow(np.float64, 1e-12, False)])
@@ -51,7 +51,7 @@ def test_shifted_rows_have_the_outputs_and_gradients_of_dense(dtype, bound, with
     itself is no more exact. From 1e7 on, products are lost in the shift and all backends agree."""
     expected = results("dense", dtype, with_sinks)
     for name, x in results("blockwise", dtype, with_sinks).items():
-        for found, exact, shift in zip(x, expected[name], SHIFTS, strict=True) if x.ndim > 1 else ():
+        for row, exact, shift in zip(x, expected[name], SHIFTS, strict=True) if x.ndim > 1 else ():
             rounding = abs(shift) * np.finfo(dtype).eps if abs(shift) < 1e7 else 0
             atol = float(np.abs(exact).max()) * (bound + 2 * rounding)
-            np.testing.assert_allclose(found, exact, rtol=0, atol=atol, err_msg=f"{name} {shift:g}")
+            np.testing.assert_allclose(row, exact, rtol=0, atol=atol, err_msg=f"{name} {shift:g}")

@@ -63,17 +63,17 @@ def test_splash_lowers_for_tpus_forward_and_backward(call, dtype):
 
 @pytest.mark.parametrize("call", ["segments, scale, cap", slow("window, sinks")])
 def test_interpreted_splash_equals_dense(call, interpreted):
-    given = {name: x for name, x in CALLS[call].items() if name != "block_sizes"}
+    base_options = {name: x for name, x in CALLS[call].items() if name != "block_sizes"}
 
     def results(**how):
         def total(q, k, v, sinks):
-            out = attnlab.attention(q, k, v, **given | how | ({} if sinks is None else {"sinks": sinks}))
+            out = attnlab.attention(q, k, v, **base_options | how | ({} if sinks is None else {"sinks": sinks}))
             return (out**2).sum(), out
 
-        return jax.jit(jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True))(*arguments(), given.get("sinks"))
+        return jax.jit(jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True))(*arguments(), base_options.get("sinks"))
 
-    expected, given_back = results(impl="dense"), results(impl="splash", **CALLS[call])
-    for one, other in zip(jax.tree.leaves(given_back), jax.tree.leaves(expected)):
+    expected, actual = results(impl="dense"), results(impl="splash", **CALLS[call])
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
         # Sums of up to 256 products of 128 terms each, in float32: about a hundred units of 6e-8.
         assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
 
@@ -114,12 +114,12 @@ def test_interpreted_splash_on_a_mesh_equals_dense_and_moves_nothing(kind, inter
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2)
     split = NamedSharding(mesh, P("data", None, "tensor"))
     q, k, v = (jax.device_put(x, split) for x in arguments())
-    given = {"mask": Causal() & Segments(IDS), "sinks": np.arange(4, dtype=np.float32)}
-    splash = jax.jit(functools.partial(attnlab.attention, impl="splash", **given))
+    terms = {"mask": Causal() & Segments(IDS), "sinks": np.arange(4, dtype=np.float32)}
+    splash = jax.jit(functools.partial(attnlab.attention, impl="splash", **terms))
     out = splash(q, k, v)
     assert out.sharding.is_equivalent_to(split, out.ndim)
     assert "all-" not in splash.lower(q, k, v).compile().as_text()
-    expected = jax.jit(functools.partial(attnlab.attention, impl="dense", **given))(*arguments())
+    expected = jax.jit(functools.partial(attnlab.attention, impl="dense", **terms))(*arguments())
     assert np.linalg.norm(out - expected) <= 1e-5 * np.linalg.norm(expected)  # as above
 
 
@@ -131,12 +131,12 @@ def test_interpreted_splash_on_explicit_axes_has_the_types_of_dense(interpreted)
         mesh = jax.make_mesh(sizes, ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
         q = jax.device_put(arguments()[0], NamedSharding(mesh, spec))
         k, v = (jax.device_put(x, NamedSharding(mesh, P("data"))) for x in arguments()[1:])
-        found = []
+        outs = []
         for impl in ("splash", "dense"):
             call = functools.partial(attnlab.attention, mask=Causal(), impl=impl)
-            found.append(jax.jit(call)(q, k, v))
-        assert jax.typeof(found[0]) == jax.typeof(found[1])
-        assert np.linalg.norm(found[0] - found[1]) <= 1e-5 * np.linalg.norm(found[1])  # as above
+            outs.append(jax.jit(call)(q, k, v))
+        assert jax.typeof(outs[0]) == jax.typeof(outs[1])
+        assert np.linalg.norm(outs[0] - outs[1]) <= 1e-5 * np.linalg.norm(outs[1])  # as above
 
 
 def test_checked_shard_map_rejects_splash_in_one_line():

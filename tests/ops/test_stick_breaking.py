@@ -37,8 +37,8 @@ def test_attention_equals_sticks_broken_one_by_one(float64, name, options):
     mask, visible = MASKS[name]
     q, k, v = inputs(13)
     expected, weights = broken(q, k, v, visible)
-    found = stick_breaking_attention(q, k, v, mask, **options), jax.jit(stick_breaking_weights)(q, k, mask)
-    for x, y in zip(found, (expected, weights)):
+    actual = stick_breaking_attention(q, k, v, mask, **options), jax.jit(stick_breaking_weights)(q, k, mask)
+    for x, y in zip(actual, (expected, weights)):
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-13)
 
 
@@ -65,8 +65,8 @@ def test_float32_gradients_of_tiles_are_finite_and_near_float64():
     cotangent = np.random.default_rng(1).standard_normal((2, 200, 4, 5))
     with jax.enable_x64(True):
         expected = jax.device_get(both(16)(*(size * x for x in inputs(200)), cotangent)[0])
-    found = both(16)(*(np.float32(size * x) for x in inputs(200)), np.float32(cotangent))[1]
-    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found)):
+    actual = both(16)(*(np.float32(size * x) for x in inputs(200)), np.float32(cotangent))[1]
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual)):
         # The log of the remaining stick is up to 200 logits; 2⁻²⁴ of that is a weight's relative error.
         np.testing.assert_allclose(b, a, rtol=0, atol=200 * size**2 * 2**-24 * np.abs(a).max())
 
@@ -88,12 +88,12 @@ def test_nan_behind_a_mask_has_no_effect_on_outputs_and_gradients(options):
         x[0, 6:] = np.nan
     lengths = Padding(np.array([6, 13]))
 
-    def of_valid(q, k, v):
+    def valid_sum(q, k, v):
         return stick_breaking_attention(q, k, v, lengths, **options)[:, :6].sum()
 
-    gradient = jax.jit(jax.grad(of_valid, (0, 1, 2)))
-    found, expected = (gradient(q, *x) for x in (spoiled, (k, v)))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    gradient = jax.jit(jax.grad(valid_sum, (0, 1, 2)))
+    actual, expected = (gradient(q, *x) for x in (spoiled, (k, v)))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def test_scale_may_be_traced_and_has_a_gradient(float64):

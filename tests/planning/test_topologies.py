@@ -15,9 +15,9 @@ from attnlab.support.errors import UserError
 
 
 def test_here_is_every_device_of_this_machine():
-    found = topologies.find("here")
-    assert found.devices == jax.devices() and found.platform == "cpu"
-    assert found.usable_gib is None
+    topology = topologies.find("here")
+    assert topology.devices == jax.devices() and topology.platform == "cpu"
+    assert topology.usable_gib is None
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def test_wrong_name_says_what_is_expected(name, message):
     [("v5e:2x2", "libtpu", "needs libtpu: pip install 'jax[tpu]'"), ("h100", "jax_plugins", "pip install --upgrade")],
 )
 def test_missing_package_is_named_with_its_remedy(monkeypatch, name, package, remedy):
-    there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else there(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
     with pytest.raises(UserError, match=f"--topology={name} needs .*") as caught:
         topologies.find(name)
     assert remedy in str(caught.value)

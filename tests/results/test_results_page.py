@@ -55,11 +55,11 @@ def shown(text: str) -> str:
 
 def test_names_are_shown_as_text_everywhere(tmp_path):
     name = "</script> <b> \" ' &amp; {{script}} $x_ <!-- \ud800 https://a.b"
-    made = section(name, (f"{name} 1", f"{name} 2", f"{name} 3"))
-    made = made._replace(notes=[name], sentences=[name], command=name, opened={name: name})
-    made.table.rows[1]["verdict"] = name
-    made.table.columns[2] = made.table.columns[2]._replace(title=name, unit=name, help=name)
-    text = written(tmp_path, made, title=name)
+    part = section(name, (f"{name} 1", f"{name} 2", f"{name} 3"))
+    part = part._replace(notes=[name], sentences=[name], command=name, opened={name: name})
+    part.table.rows[1]["verdict"] = name
+    part.table.columns[2] = part.table.columns[2]._replace(title=name, unit=name, help=name)
+    text = written(tmp_path, part, title=name)
     as_shown = name.replace("\ud800", "?")
     assert html.unescape(re.search("<h1[^>]*>(.*)</h1>", text)[1]) == as_shown
     assert len(re.findall("<script", text)) == text.count("</script>") == 1
@@ -77,8 +77,8 @@ def test_page_begins_with_the_answer_and_ends_with_the_setup(tmp_path):
         "By the interval.",
         "two cores",
     )
-    found = [text.rindex(part) for part in parts]
-    assert found == sorted(found)
+    positions = [text.rindex(part) for part in parts]
+    assert positions == sorted(positions)
 
 
 def test_page_loads_nothing_and_allows_only_its_own_script_and_style(tmp_path):
@@ -87,7 +87,7 @@ def test_page_loads_nothing_and_allows_only_its_own_script_and_style(tmp_path):
     assert re.match(
         r"default-src 'none'; img-src data:; style-src 'sha256-\S{43}='; script-src 'sha256-\S{43}=';", policy
     )
-    assert {found[:10] for found in re.findall(r'(?:src|href)="([^"#]*)', text)} <= {"data:,", "data:image", ""}
+    assert {url[:10] for url in re.findall(r'(?:src|href)="([^"#]*)', text)} <= {"data:,", "data:image", ""}
     assert not re.search(r"https?://|@import|url\([^#]|fetch\(|\bstyle=|\bon\w+=", text)
 
 
@@ -96,9 +96,9 @@ def test_cells_have_sort_keys_unless_their_value_is_missing(tmp_path):
     assert '<td data-n="1.5">1.5000 <span class="interval">± 0.0100</span></td>' in rows[0]
     assert 'data-t="rotary"' in rows[0] and '<td data-t="better"><span class="verdict good better">' in rows[0]
     assert rows[2].endswith("<td></td>") and not rows[0].endswith("<td></td>")
-    made = section()
-    made.table.rows[0]["p"] = -math.inf
-    assert 'data-n="-Infinity"' in written(tmp_path, made)  # as JavaScript spells it
+    part = section()
+    part.table.rows[0]["p"] = -math.inf
+    assert 'data-n="-Infinity"' in written(tmp_path, part)  # as JavaScript spells it
 
 
 def test_sections_have_navigation_and_one_colour_per_variant(tmp_path):
@@ -120,25 +120,25 @@ def test_colours_of_variants_are_the_colours_of_the_figures():
 
 def test_chart_names_its_lines_at_their_ends_and_describes_itself():
     figure = chart()
-    found = drawn(figure, ["two", "one"])
-    assert {"one", "two", "tokens", "loss (nats per token)"} <= set(re.findall(">([^<>]+)</text>", found))
-    assert "stroke: #d1495b" in found and found == drawn(figure, ["two", "one"]) != drawn(figure, ["one", "two"])
+    svg = drawn(figure, ["two", "one"])
+    assert {"one", "two", "tokens", "loss (nats per token)"} <= set(re.findall(">([^<>]+)</text>", svg))
+    assert "stroke: #d1495b" in svg and svg == drawn(figure, ["two", "one"]) != drawn(figure, ["one", "two"])
     assert figure.alt == "loss (nats per token) over tokens. At the last point: one 0.1111, two 1.111."
 
 
 def test_long_numbers_on_axes_have_separators_and_do_not_overlap():
-    found = drawn(chart(x=(-6 * 10**6, 2 * 10**6, 9 * 10**6)), [])
-    assert "5,000,000" in found and "−5,000,000" in found
-    found = drawn(chart(x=(1, 3 * 10**10)), [])
-    assert "30 G" in found
-    found = drawn(chart(x=(24_840, 25_648, 99_360), log="x"), [])
-    assert "24,840" in found and "25,648" not in found and "99,360" in found
+    svg = drawn(chart(x=(-6 * 10**6, 2 * 10**6, 9 * 10**6)), [])
+    assert "5,000,000" in svg and "−5,000,000" in svg
+    svg = drawn(chart(x=(1, 3 * 10**10)), [])
+    assert "30 G" in svg
+    svg = drawn(chart(x=(24_840, 25_648, 99_360), log="x"), [])
+    assert "24,840" in svg and "25,648" not in svg and "99,360" in svg
 
 
 def test_chart_shows_names_of_variants_verbatim():
     names = [' style="fill: red"', ' id="x"', "<metadata>a</metadata>", "<!-- a -->"]
-    found = drawn(chart(names), names)
-    assert {html.escape(name, quote=False) for name in names} <= set(re.findall(">([^<>]+)</text>", found))
+    svg = drawn(chart(names), names)
+    assert {html.escape(name, quote=False) for name in names} <= set(re.findall(">([^<>]+)</text>", svg))
 
 
 def test_page_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
@@ -194,11 +194,11 @@ def test_keyboard_sorts_with_missing_values_last(visit):
     tab = visit()
     tab.focus("#s0 thead th:nth-child(4) button")
     assert tab.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
-    found = []
+    states = []
     for key in ("Enter", "Space", "Enter"):
         tab.keyboard.press(key)
-        found.append((tab.get_attribute("#s0 thead th:nth-child(4)", "aria-sort"), order(tab)))
-    assert found == [
+        states.append((tab.get_attribute("#s0 thead th:nth-child(4)", "aria-sort"), order(tab)))
+    assert states == [
         ("ascending", ["alibi", "rotary", "none"]),
         ("descending", ["rotary", "alibi", "none"]),
         ("none", ["rotary", "alibi", "none"]),

@@ -22,7 +22,7 @@ def test_false_verdict_without_a_difference_is_at_most_one_in_twenty(variants, s
         luck = draw.normal(size=seeds)
         losses = luck + draw.normal(size=(variants, seeds))
         losses = np.round(losses / step) * step if step else losses  # like shares of 1/step answers
-        false += {found.verdict for found in statistics.differences(losses, step)} != {"not told apart"}
+        false += {difference.verdict for difference in statistics.differences(losses, step)} != {"not told apart"}
     assert false / 1000 <= 0.065 and (step or false > 10)
 
 
@@ -37,11 +37,11 @@ def test_difference_is_found_as_often_as_power_states():
 
 def test_p_values_and_intervals_match_the_paired_t_test():
     losses = np.random.default_rng(0).normal(size=(2, 6))
-    (found,) = statistics.differences(losses)
+    (difference,) = statistics.differences(losses)
     expected = stats.ttest_rel(losses[1], losses[0])
     low, high = expected.confidence_interval(0.95)
-    assert found.p == pytest.approx(expected.pvalue) and found.mean == pytest.approx((low + high) / 2)
-    assert found.interval == pytest.approx((high - low) / 2)
+    assert difference.p == pytest.approx(expected.pvalue) and difference.mean == pytest.approx((low + high) / 2)
+    assert difference.interval == pytest.approx((high - low) / 2)
 
 
 def test_verdict_interval_and_p_value_agree_in_random_tables():
@@ -49,10 +49,12 @@ def test_verdict_interval_and_p_value_agree_in_random_tables():
     for _ in range(300):
         variants, seeds, step = draw.integers(2, 9), draw.integers(1, 7), draw.choice([0.0, 0.3])
         losses = draw.normal(size=(variants, seeds)) + draw.normal(0, 3, (variants, 1))
-        for found in statistics.differences(np.round(losses / step) * step if step else losses, step):
-            seen = found.verdict != "not told apart"
-            assert seen == (abs(found.mean) > found.interval) == (found.p < 0.05)
-            assert seen or seeds == 1 or found.mean == 0 or found.seeds_needed[1] <= found.seeds_needed[0]
+        for difference in statistics.differences(np.round(losses / step) * step if step else losses, step):
+            seen = difference.verdict != "not told apart"
+            assert seen == (abs(difference.mean) > difference.interval) == (difference.p < 0.05)
+            assert (
+                seen or seeds == 1 or difference.mean == 0 or difference.seeds_needed[1] <= difference.seeds_needed[0]
+            )
 
 
 def test_significance_is_corrected_for_the_number_of_variants():
@@ -61,8 +63,8 @@ def test_significance_is_corrected_for_the_number_of_variants():
 
 
 def test_equal_losses_are_not_significant_for_any_number_of_seeds():
-    (found,) = statistics.differences([[1.0, 2.0, 3.0]] * 2)
-    assert found == (0.0, 0.0, 1.0, "not told apart", 0.0, None)
+    (difference,) = statistics.differences([[1.0, 2.0, 3.0]] * 2)
+    assert difference == (0.0, 0.0, 1.0, "not told apart", 0.0, None)
 
 
 def test_constant_difference_is_significant():
@@ -88,12 +90,12 @@ def test_detectable_effect_and_seeds_needed_agree():
 
 def test_detectable_effect_allows_for_the_other_variants():
     losses = np.random.default_rng(3).normal(size=(3, 5))
-    found = statistics.differences(losses)
+    differences = statistics.differences(losses)
     for n in range(2):
         spread = (losses[n + 1] - losses[0]).std(ddof=1)
-        assert found[n].detectable == pytest.approx(statistics.detectable_effect(5, 0.025) * spread)
+        assert differences[n].detectable == pytest.approx(statistics.detectable_effect(5, 0.025) * spread)
 
 
 def test_seeds_needed_estimated_from_two_seeds_is_a_wide_range():
-    (found,) = statistics.differences([[0.0, 0.0], [1.0, 1.8]])
-    assert found.seeds_needed == (4, 3, 1000)
+    (difference,) = statistics.differences([[0.0, 0.0], [1.0, 1.8]])
+    assert difference.seeds_needed == (4, 3, 1000)

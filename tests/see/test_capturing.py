@@ -18,8 +18,8 @@ from tests.see.models import TOKENS, capture, random, slow
 ALL = ("q", "k", "v", "pattern", "z")
 
 
-def assert_close(found, expected, tolerance=1e-6):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_close(actual, expected, tolerance=1e-6):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
 
 
@@ -27,20 +27,20 @@ def test_models_with_the_same_weights_give_the_same_captures():
     params, want = models.variables(), (*ALL, "in", "out")
     expected = capture(models.Flax(), params, TOKENS, want=want)
     for model, variables in ((models.Ours(), params), (models.nnx_model(), None)):
-        found = capture(model, variables, TOKENS, want=want)
+        captured = capture(model, variables, TOKENS, want=want)
         # Sums of some ten terms of size 1 to 10, in another order: a few units of 1e-7.
-        assert_close(found.out, expected.out, 5e-6)
-        assert set(found.values) == set(want)
+        assert_close(captured.out, expected.out, 5e-6)
+        assert set(captured.values) == set(want)
         for name in want:
-            of, wanted = (np.stack(list(run.values[name].values())) for run in (found, expected))
-            assert_close(of / np.abs(wanted).max(), wanted / np.abs(wanted).max())
+            actual, wanted = (np.stack(list(run.values[name].values())) for run in (captured, expected))
+            assert_close(actual / np.abs(wanted).max(), wanted / np.abs(wanted).max())
 
 
 def test_printed_sites_show_path_kind_heads_and_lengths():
-    found = see.sites(models.Flax(), models.variables(), TOKENS)
-    shown = str(found).splitlines()[1].split()
+    sites = see.sites(models.Flax(), models.variables(), TOKENS)
+    shown = str(sites).splitlines()[1].split()
     assert shown[:5] == ["block_0/attention", "MultiHeadDotProductAttention", "4", "7", "7"]
-    assert all(site.verified for site in found) and found.blocks == ("block_0", "block_1") and found.norms == ("norm",)
+    assert all(site.verified for site in sites) and sites.blocks == ("block_0", "block_1") and sites.norms == ("norm",)
 
 
 def test_site_with_dropout_is_not_verified():

@@ -45,15 +45,15 @@ def values_of(name, others=False):
 
 def test_ablation_equals_a_loop_over_heads():
     model, params = grouped()
-    found = see.ablate(model, params, TOKENS, metric, chunk=3)  # of 8 heads
+    ablated = see.ablate(model, params, TOKENS, metric, chunk=3)  # of 8 heads
     z = values_of("z")
     for layer, (path, values) in enumerate(z.items()):
         for head in range(models.HEADS):
             here = np.arange(models.HEADS)[:, None] == head
             expected = measured(model)(params, f"{path}/z", np.broadcast_to(values.mean((0, 1)), values.shape), here)
-            np.testing.assert_allclose(found.values[layer, head], expected, rtol=0, atol=3e-6)
-    np.testing.assert_allclose(found.baseline, metric(jax.jit(model.apply)(params, TOKENS)), atol=3e-6)
-    assert found.axes == ("layer", "head") and found.paths == tuple(z) and np.abs(found.change).max() > 0.01
+            np.testing.assert_allclose(ablated.values[layer, head], expected, rtol=0, atol=3e-6)
+    np.testing.assert_allclose(ablated.baseline, metric(jax.jit(model.apply)(params, TOKENS)), atol=3e-6)
+    assert ablated.axes == ("layer", "head") and ablated.paths == tuple(z) and np.abs(ablated.change).max() > 0.01
 
 
 def test_all_heads_compile_once_and_other_weights_compile_nothing():
@@ -104,8 +104,8 @@ def test_ablating_a_head_computes_only_layers_from_its_own_on():
 )
 def test_patching_equals_single_edits(site, over, shape):
     model, params = grouped()
-    found = see.patch(model, params, OTHERS, TOKENS, metric, site=site, over=over)
-    assert found.values.shape == shape
+    patched = see.patch(model, params, OTHERS, TOKENS, metric, site=site, over=over)
+    assert patched.values.shape == shape
     clean = values_of(site, others=True)
     sizes = dict(zip([axis for axis in ("layer", "head", "position") if axis in over], shape))
     rng = np.random.default_rng(0)
@@ -121,13 +121,13 @@ def test_patching_equals_single_edits(site, over, shape):
                 selected = np.arange(values.shape[axes[axis]]) == index
                 where &= np.expand_dims(selected, tuple(n for n in range(-values.ndim, 0) if n != axes[axis]))
         expected = measured(model)(params, f"{path}/{site}", values, where)
-        np.testing.assert_allclose(found.values[tuple(place.values())], expected, atol=5e-6)
+        np.testing.assert_allclose(patched.values[tuple(place.values())], expected, atol=5e-6)
 
 
 def test_patching_everything_recovers_the_other_run():
     model, params = grouped()
-    found = see.patch(model, params, OTHERS, TOKENS, metric, site="out", over=("layer",))
-    np.testing.assert_allclose(found.recovered[-1], 1, atol=1e-4)
+    patched = see.patch(model, params, OTHERS, TOKENS, metric, site="out", over=("layer",))
+    np.testing.assert_allclose(patched.recovered[-1], 1, atol=1e-4)
     same = see.patch(model, params, TOKENS, TOKENS, metric, site="out", over=("layer",))
     np.testing.assert_allclose(same.change, 0, atol=3e-6)
     with pytest.raises(ValueError, match="recovered needs two runs"):
@@ -171,8 +171,8 @@ def test_metric_with_changed_numbers_or_arrays_is_recomputed():
     model, params = models.gpt(num_layers=1)
     logits = np.asarray(jax.jit(model.apply)(params, TOKENS))
     for token in (3, 5):  # the same function with another closure
-        found = see.ablate(model, params, TOKENS, lambda out: out[:, -1, token].mean())  # noqa: B023
-        np.testing.assert_allclose(found.baseline, logits[:, -1, token].mean(), atol=3e-6)
+        ablated = see.ablate(model, params, TOKENS, lambda out: out[:, -1, token].mean())  # noqa: B023
+        np.testing.assert_allclose(ablated.baseline, logits[:, -1, token].mean(), atol=3e-6)
     weights = {"now": np.ones(models.VOCABULARY, np.float32)}
 
     def weighted(out):
@@ -181,8 +181,8 @@ def test_metric_with_changed_numbers_or_arrays_is_recomputed():
     size = None
     for factor in (1.0, -2.0):
         weights["now"] = np.full(models.VOCABULARY, factor, np.float32)
-        found = see.ablate(model, params, TOKENS, weighted)
-        np.testing.assert_allclose(found.baseline, factor * logits[:, -1].mean(), atol=3e-6)
+        ablated = see.ablate(model, params, TOKENS, weighted)
+        np.testing.assert_allclose(ablated.baseline, factor * logits[:, -1].mean(), atol=3e-6)
         size = size or effects._swept._cache_size()
     assert effects._swept._cache_size() == size  # the same program with another array
 

@@ -26,7 +26,7 @@ def random_tokens(seed: int = 0) -> np.ndarray:
 
 def loops_over_queries(kind: str, pattern: np.ndarray, tokens: np.ndarray) -> float:
     """A head's score by its definition."""
-    found = []
+    sums = []
     for weights, text in zip(pattern, tokens):
         for q in range(LENGTH):
             keys = {
@@ -37,16 +37,16 @@ def loops_over_queries(kind: str, pattern: np.ndarray, tokens: np.ndarray) -> fl
                 "induction": [k + 1 for k in range(q) if text[k] == text[q]],
             }[kind]
             if keys:
-                found.append(sum(weights[q, k] for k in keys))
-    return np.mean(found)
+                sums.append(sum(weights[q, k] for k in keys))
+    return np.mean(sums)
 
 
 @pytest.mark.parametrize("kind", DETECTED | {"current": "", "sink": ""})
 def test_score_is_the_mean_weight_on_targets_of_queries_that_have_any(kind):
     patterns, tokens = softmax_patterns(0), random_tokens()
     expected = [[loops_over_queries(kind, layer[:, head], tokens) for head in range(3)] for layer in patterns]
-    found = scores(patterns, tokens, [kind])
-    np.testing.assert_allclose(found.values[kind], expected, atol=1e-12)
+    result = scores(patterns, tokens, [kind])
+    np.testing.assert_allclose(result.values[kind], expected, atol=1e-12)
     uniform = np.broadcast_to(np.tri(LENGTH) / np.arange(1, LENGTH + 1)[:, None], (1, BATCH, 1, LENGTH, LENGTH))
     by_uniform = scores(uniform, tokens, [kind])
     np.testing.assert_allclose(by_uniform.values[kind], by_uniform.uniform[kind], atol=1e-12)
@@ -55,9 +55,9 @@ def test_score_is_the_mean_weight_on_targets_of_queries_that_have_any(kind):
 def test_entropy_is_in_nats_over_queries_with_several_keys():
     patterns = softmax_patterns(0)
     expected = stats.entropy(patterns[..., 1:, :], axis=-1).mean((1, 3))
-    found = scores(patterns, random_tokens(), ["entropy"])
-    np.testing.assert_allclose(found.values["entropy"], expected, atol=1e-12)
-    assert found.uniform["entropy"] == pytest.approx(np.log(np.arange(2, LENGTH + 1)).mean())
+    result = scores(patterns, random_tokens(), ["entropy"])
+    np.testing.assert_allclose(result.values["entropy"], expected, atol=1e-12)
+    assert result.uniform["entropy"] == pytest.approx(np.log(np.arange(2, LENGTH + 1)).mean())
 
 
 @pytest.mark.parametrize("kind", DETECTED | {"current": "", "sink": ""})
@@ -67,9 +67,9 @@ def test_ideal_head_scores_one_and_is_found(kind):
     weights = targets(kind, tokens).astype(float)
     weights[..., 0] += weights.sum(-1) == 0
     ideal = (weights / weights.sum(-1, keepdims=True))[None, :, None]
-    found = scores(ideal, tokens, [kind], untrained=softmax_patterns(1, layers=1))
-    assert found.values[kind] == pytest.approx(1)
-    assert found.heads(kind) == [(0, 0)]
+    result = scores(ideal, tokens, [kind], untrained=softmax_patterns(1, layers=1))
+    assert result.values[kind] == pytest.approx(1)
+    assert result.heads(kind) == [(0, 0)]
 
 
 def test_targets_match_transformer_lens():
@@ -97,10 +97,10 @@ def test_correction_multiplies_by_heads_and_kinds_that_have_targets():
 
 def test_kind_without_targets_is_nan_and_has_no_heads():
     kinds = ["induction", "previous"]
-    found = scores(softmax_patterns(0), **WITHOUT_REPEATS, kinds=kinds, untrained=softmax_patterns(1))
-    assert np.isnan(found.values["induction"]).all() and np.isnan(found.p["induction"]).all()
-    assert not found.heads("induction") and not found.count["induction"]
-    assert str(found).startswith("induction  no targets in these tokens\nprevious ")
+    result = scores(softmax_patterns(0), **WITHOUT_REPEATS, kinds=kinds, untrained=softmax_patterns(1))
+    assert np.isnan(result.values["induction"]).all() and np.isnan(result.p["induction"]).all()
+    assert not result.heads("induction") and not result.count["induction"]
+    assert str(result).startswith("induction  no targets in these tokens\nprevious ")
 
 
 @pytest.mark.slow
@@ -114,8 +114,8 @@ def test_untrained_model_has_no_head_of_any_kind():
         return see.capture(gpt, gpt.init(jax.random.key(seed), tokens), tokens).stack("pattern")
 
     for seed in range(10):
-        found = scores(patterns(seed), tokens, untrained=patterns(100 + seed))
-        assert not any(found.heads(kind) for kind in KINDS)
+        result = scores(patterns(seed), tokens, untrained=patterns(100 + seed))
+        assert not any(result.heads(kind) for kind in KINDS)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_mismatched_argument_raises_one_line(change, message):
 
 
 def test_heads_that_were_not_tested_raise_one_line():
-    found = scores(softmax_patterns(0), random_tokens(), ["current"])
+    result = scores(softmax_patterns(0), random_tokens(), ["current"])
     with pytest.raises(ValueError, match="kind = 'sink' .*current"):
-        found.heads("sink")
+        result.heads("sink")
     with pytest.raises(ValueError, match="pass its weights to scores as untrained="):
-        found.heads("current")
+        result.heads("current")

@@ -73,14 +73,14 @@ def test_recurrence_pattern_respects_padding_and_documents():
 
 def test_hybrid_lists_layers_without_a_pattern_beside_its_sites():
     model = nn.GPT.of(**SIZES, num_layers=3, layers="linear gru attention")
-    found = see.sites(model, parameters(model, TOKENS), TOKENS)
-    assert [(site.path, site.kind, site.verified) for site in found] == [
+    sites = see.sites(model, parameters(model, TOKENS), TOKENS)
+    assert [(site.path, site.kind, site.verified) for site in sites] == [
         ("block_0/attention", "LinearAttention", True),
         ("block_2/attention", "MultiHeadAttention", True),
     ]
-    assert found.others == (("block_1/attention", "GRU"),)
-    assert found.blocks == ("block_0", "block_1", "block_2")
-    (line,) = (line for line in str(found).splitlines() if "GRU" in line)
+    assert sites.others == (("block_1/attention", "GRU"),)
+    assert sites.blocks == ("block_0", "block_1", "block_2")
+    (line,) = (line for line in str(sites).splitlines() if "GRU" in line)
     assert line.split() == ["block_1/attention", "GRU", "has", "no", "pattern"]
 
 
@@ -94,8 +94,8 @@ def test_model_without_any_pattern_is_refused_in_one_line():
 def test_shares_of_a_signed_pattern_sum_to_one_or_are_zero():
     pattern = random(2, 3, 5, 5) * np.tri(5)
     pattern[0, 0, 2] = 0
-    found = np.asarray(see.shares(pattern))
+    shares = np.asarray(see.shares(pattern))
     expected = np.ones((2, 3, 5))
     expected[0, 0, 2] = 0
-    np.testing.assert_allclose(found.sum(axis=-1), expected, rtol=1e-6)
-    np.testing.assert_allclose(found[1, 2, 4], np.abs(pattern[1, 2, 4]) / np.abs(pattern[1, 2, 4]).sum(), rtol=1e-6)
+    np.testing.assert_allclose(shares.sum(axis=-1), expected, rtol=1e-6)
+    np.testing.assert_allclose(shares[1, 2, 4], np.abs(pattern[1, 2, 4]) / np.abs(pattern[1, 2, 4]).sum(), rtol=1e-6)

@@ -17,19 +17,19 @@ from tests.see.pages import causal_patterns, checkpoints, data_of, drifting, eff
 TOKENS = [f"w{i}" for i in range(12)]
 
 
-def statistics_and_cells(made, heads: int, length: int):
+def statistics_and_cells(html_page, heads: int, length: int):
     """The sums and entropies `[S, N, 2, T]` of a page, and the bytes after them."""
-    records = records_of(made)
+    records = records_of(html_page)
     size = 8 * heads * length
     return records[:, :size].copy().view("<f4").reshape(-1, heads, 2, length), records[:, size:]
 
 
 def test_causal_weights_are_stored_as_lower_triangles_within_their_error():
     runs = checkpoints([0, 50, 200])
-    made = page(runs, TOKENS)
+    html_page = page(runs, TOKENS)
     exact = np.stack([np.concatenate([layer[0] for layer in run.values["pattern"].values()]) for run in runs.values()])
-    statistics, cells = statistics_and_cells(made, 6, 12)
-    assert data_of(made)["causal"] and data_of(made)["steps"] == [0, 50, 200]
+    statistics, cells = statistics_and_cells(html_page, 6, 12)
+    assert data_of(html_page)["causal"] and data_of(html_page)["steps"] == [0, 50, 200]
     stored = (cells.reshape(3, 6, -1) / 255.0) ** 2
     # √p is off by half of 1/255 at most, so p by √p/255 + (1/510)² ≤ 0.00393.
     np.testing.assert_allclose(stored, exact[..., *np.tril_indices(12)], atol=0.00393, rtol=0)
@@ -42,25 +42,25 @@ def test_causal_weights_are_stored_as_lower_triangles_within_their_error():
 def test_cross_attention_is_stored_whole_and_cut_to_each_prompt():
     weights = softmax(np.random.default_rng(0).normal(size=(2, 3, 4, 7)))
     queries, keys = list("abcd"), list("tuvwxyz")
-    made = page(run_of(weights, weights[:, :1]), [(queries, keys), (queries[:2], keys[:3])])
-    data = data_of(made)
+    html_page = page(run_of(weights, weights[:, :1]), [(queries, keys), (queries[:2], keys[:3])])
+    data = data_of(html_page)
     assert not data["causal"] and [layer["heads"] for layer in data["layers"]] == [3, 1]
     assert data["prompts"][1] == {"queries": ["a", "b"], "keys": ["t", "u", "v"]}
-    cells = records_of(made, prompt=1)[:, 8 * 4 * 2 :].reshape(4, 2, 3)
+    cells = records_of(html_page, prompt=1)[:, 8 * 4 * 2 :].reshape(4, 2, 3)
     expected = np.concatenate([weights[1], weights[1, :1]])[:, :2, :3]
     np.testing.assert_allclose((cells / 255.0) ** 2, expected, atol=0.00393, rtol=0)
 
 
 def test_long_rows_keep_their_eight_largest_weights():
     weights = causal_patterns(0, 1, 1, 300)
-    made = page(run_of(weights), [str(i) for i in range(300)])
-    statistics, cells = statistics_and_cells(made, 1, 300)
+    html_page = page(run_of(weights), [str(i) for i in range(300)])
+    statistics, cells = statistics_and_cells(html_page, 1, 300)
     values, keys = cells[0, : 8 * 300].reshape(300, 8), cells[0, 8 * 300 :].copy().view("<u4").reshape(300, 8)
     row = weights[0, 0, 250]
     assert set(keys[250]) == set(np.argsort(row)[-8:])
     np.testing.assert_allclose((values[250] / 255.0) ** 2, row[keys[250]], atol=0.00393, rtol=0)
     np.testing.assert_allclose(statistics[0, 0, 0], 1, rtol=2**-15)  # sums over whole rows
-    assert data_of(made)["kept"] == 8
+    assert data_of(html_page)["kept"] == 8
     wide = np.zeros((1, 1, 1, 70_000))
     wide[..., 65_540:65_548] = 1 / 8
     cells = records_of(page(run_of(wide), [(["a"], ["b"] * 70_000)]))[:, 8:]
@@ -84,11 +84,11 @@ def test_steps_are_sorted_and_tables_have_null_for_absent_heads():
 def test_tokens_and_titles_are_escaped():
     tokens = ["</script>", "<!--", "<script>", "{{script}}", "\u2028", "\ud800", '"', "&amp;"]
     title = f"a {' '.join(tokens)} b"
-    made = page(run_of(causal_patterns(0, 1, 1, len(tokens))), tokens, title=title)
-    assert len(re.findall("<script", made.html)) == made.html.count("</script>") == 2
-    assert "" not in data_of(made)["prompts"][0]["queries"]
-    assert made.html.encode().decode() == made.html
-    assert html.unescape(re.search("<h1[^>]*>(.*)</h1>", made.html)[1]) == title.replace("\ud800", "?")
+    html_page = page(run_of(causal_patterns(0, 1, 1, len(tokens))), tokens, title=title)
+    assert len(re.findall("<script", html_page.html)) == html_page.html.count("</script>") == 2
+    assert "" not in data_of(html_page)["prompts"][0]["queries"]
+    assert html_page.html.encode().decode() == html_page.html
+    assert html.unescape(re.search("<h1[^>]*>(.*)</h1>", html_page.html)[1]) == title.replace("\ud800", "?")
 
 
 def test_policy_allows_only_the_small_script_and_style_of_the_page():
@@ -108,8 +108,9 @@ def test_equal_arguments_give_equal_pages():
 
 
 def test_page_of_twenty_checkpoints_is_below_1_5_megabytes():
-    made = page(drifting(steps=20, layers=6, heads=6, length=64), list("x" * 64))  # the quickstart itself has 4 × 4
-    assert len(made.html.encode()) < 1_500_000 and len(made.png) <= 150_000
+    # The quickstart itself has 4 layers of 4 heads.
+    html_page = page(drifting(steps=20, layers=6, heads=6, length=64), list("x" * 64))
+    assert len(html_page.html.encode()) < 1_500_000 and len(html_page.png) <= 150_000
 
 
 def test_page_above_max_bytes_names_its_sizes_and_the_remedy():
@@ -124,11 +125,11 @@ def test_page_above_max_bytes_names_its_sizes_and_the_remedy():
 def test_page_is_written_whole_and_replaces_a_page(tmp_path):
     path = tmp_path / "new" / "page.html"
     for title in ("first", "second"):
-        made = page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"], path, title=title)
-        assert path.read_text(encoding="utf-8") == made.html and f"<title>{title}</title>" in made.html
-    assert os.fspath(made) == str(path) == str(made.path)
+        html_page = page(run_of(causal_patterns(0, 1, 1, 2)), ["a", "b"], path, title=title)
+        assert path.read_text(encoding="utf-8") == html_page.html and f"<title>{title}</title>" in html_page.html
+    assert os.fspath(html_page) == str(path) == str(html_page.path)
     assert [file.name for file in path.parent.iterdir()] == ["page.html"]
-    assert re.fullmatch(rf"Page\([\d,]+ bytes, in {re.escape(str(path))}\)", repr(made))
+    assert re.fullmatch(rf"Page\([\d,]+ bytes, in {re.escape(str(path))}\)", repr(html_page))
 
 
 def test_file_of_the_user_is_not_overwritten(tmp_path):
@@ -141,13 +142,13 @@ def test_file_of_the_user_is_not_overwritten(tmp_path):
 
 
 def test_notebook_shows_a_sandboxed_frame_beside_a_picture():
-    made = page(run_of(causal_patterns(0, 1, 1, 2)), ['"', "<b>"], title='"quoted" & <b>')
-    bundle = json.loads(json.dumps(made._repr_mimebundle_()))
+    html_page = page(run_of(causal_patterns(0, 1, 1, 2)), ['"', "<b>"], title='"quoted" & <b>')
+    bundle = json.loads(json.dumps(html_page._repr_mimebundle_()))
     frame = bundle["text/html"]
     assert frame.count("<") == 2 and 'sandbox="allow-scripts"' in frame and 'height="900"' in frame
-    assert html.unescape(re.search('srcdoc="([^"]*)"', frame)[1]) == made.html
-    assert base64.b64decode(bundle["image/png"]) == made.png and made.png.startswith(b"\x89PNG")
-    assert bundle["text/plain"] == repr(made)
+    assert html.unescape(re.search('srcdoc="([^"]*)"', frame)[1]) == html_page.html
+    assert base64.b64decode(bundle["image/png"]) == html_page.png and html_page.png.startswith(b"\x89PNG")
+    assert bundle["text/plain"] == repr(html_page)
 
 
 WEIGHTS = causal_patterns(0, 2, 3, 4)

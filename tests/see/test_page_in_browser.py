@@ -54,20 +54,20 @@ def visit(chromium):
 
     def visit(file: Path, fragment: str = "", **options):
         context = chromium.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
-        tab, asked, complaints = context.new_page(), [], []
-        tab.on("request", lambda request: asked.append(request.url))
+        tab, requests, complaints = context.new_page(), [], []
+        tab.on("request", lambda request: requests.append(request.url))
         tab.on("console", lambda message: complaints.append(message.text))
         tab.on("pageerror", lambda error: complaints.append(str(error)))
         tab.goto(file.as_uri() + fragment)
         if options.get("java_script_enabled", True):  # a selector, because the policy forbids evaluating conditions
             tab.wait_for_selector("#app:not([hidden]), #problem:not([hidden])")
-        opened.append((context, file, asked, complaints))
+        opened.append((context, file, requests, complaints))
         return tab
 
     yield visit
-    for context, file, asked, complaints in opened:
+    for context, file, requests, complaints in opened:
         context.close()
-        assert {url.split("#")[0] for url in asked if not url.startswith("data:")} == {file.as_uri()}
+        assert {url.split("#")[0] for url in requests if not url.startswith("data:")} == {file.as_uri()}
         assert complaints == []
 
 
@@ -93,9 +93,9 @@ def test_decoded_weights_and_statistics_match_numpy(visit, file, runs):
                     exact = runs[step].values["pattern"][path][prompt, head, :length, :length]
                     np.testing.assert_allclose(shown, exact, atol=0.004, rtol=0)
     row = runs[200].values["pattern"]["block_1/attention"][1, 2, 4, :5]
-    found = tab.evaluate("attnlab.statistics(1, 2, 1, 2, 4)")
-    np.testing.assert_allclose(found["sum"], row.sum(), rtol=1e-4)
-    np.testing.assert_allclose(found["entropy"], -(row * np.log(row)).sum(), rtol=1e-4)
+    statistics = tab.evaluate("attnlab.statistics(1, 2, 1, 2, 4)")
+    np.testing.assert_allclose(statistics["sum"], row.sum(), rtol=1e-4)
+    np.testing.assert_allclose(statistics["entropy"], -(row * np.log(row)).sum(), rtol=1e-4)
 
 
 def test_largest_weights_of_long_rows_are_decoded(visit, tmp_path):
@@ -239,8 +239,8 @@ def test_nothing_is_wider_than_the_window(visit, file, long_names):
 @pytest.fixture(scope="module")
 def axe(tmp_path_factory, request) -> str:
     """The source of axe-core, from npm, kept between runs of the tests."""
-    kept = Path(request.config.cache.mkdir("axe")) / f"{AXE}.js"
-    if not kept.exists():
+    script = Path(request.config.cache.mkdir("axe")) / f"{AXE}.js"
+    if not script.exists():
         if not shutil.which("npm"):
             pytest.skip("npm is not installed: axe-core comes from there")
         folder = tmp_path_factory.mktemp("axe")
@@ -248,8 +248,8 @@ def axe(tmp_path_factory, request) -> str:
         if done.returncode:
             pytest.skip(f"npm cannot bring {AXE}: {done.stderr.strip()[-200:]}")
         with tarfile.open(next(folder.glob("*.tgz"))) as archive:
-            kept.write_bytes(archive.extractfile("package/axe.min.js").read())
-    return kept.read_text(encoding="utf-8")
+            script.write_bytes(archive.extractfile("package/axe.min.js").read())
+    return script.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("scheme, fragment", [("light", ""), ("dark", "#key=1&query=3")])
@@ -257,5 +257,5 @@ def test_axe_finds_nothing_serious(visit, file, axe, scheme, fragment):
     tab = visit(file, fragment, color_scheme=scheme)
     tab.evaluate(axe)  # through the debugger, to which the page's policy does not apply
     violations = tab.evaluate("axe.run(document).then(found => found.violations)")
-    found = [(v["id"], v["impact"], [node["html"] for node in v["nodes"]][:3]) for v in violations]
-    assert [entry for entry in found if entry[1] in ("serious", "critical")] == []
+    summaries = [(v["id"], v["impact"], [node["html"] for node in v["nodes"]][:3]) for v in violations]
+    assert [entry for entry in summaries if entry[1] in ("serious", "critical")] == []

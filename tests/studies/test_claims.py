@@ -54,7 +54,7 @@ def copying_rows():
 
 
 def dispersion_rows():
-    def made(few=(0.95, 0.98), many=(0.07, 0.3), adaptive=0.4, logarithmic=0.5, spread=50.0, limit=0.07):
+    def make(few=(0.95, 0.98), many=(0.07, 0.3), adaptive=0.4, logarithmic=0.5, spread=50.0, limit=0.07):
         rows, most = [], dispersion.LENGTHS[-1]
         lasts = {dispersion.ADAPTIVE: adaptive, dispersion.LOGARITHMIC: logarithmic}
         for seed, items, kind in itertools.product(range(2), dispersion.LENGTHS, (dispersion.PLAIN, *lasts)):
@@ -66,20 +66,20 @@ def dispersion_rows():
             rows.append(row | {"limit": limit * most / items})
         return rows
 
-    return made(), [
-        made(few=(0.95, 0.85)),
-        made(many=(0.6, 0.3), limit=0.6),
-        made(spread=5.0),
-        made(limit=0.05),
-        made(adaptive=0.3),
-        made(logarithmic=0.2),
+    return make(), [
+        make(few=(0.95, 0.85)),
+        make(many=(0.6, 0.3), limit=0.6),
+        make(spread=5.0),
+        make(limit=0.05),
+        make(adaptive=0.3),
+        make(logarithmic=0.2),
     ]
 
 
 def gradient_step_rows():
     names = gradient_step
 
-    def made(linear=0.805, softmax=1.27, half=1.0, cosine=0.999):
+    def make(linear=0.805, softmax=1.27, half=1.0, cosine=0.999):
         rows = []
         for seed in range(2):
             drift = 0.001 * seed
@@ -92,11 +92,11 @@ def gradient_step_rows():
                     rows.append({"seed": seed, "predictor": name, "step": step, **measured})
         return rows
 
-    return made(), [made(linear=0.81), made(cosine=0.98), made(softmax=0.805), made(half=0.805)]
+    return make(), [make(linear=0.81), make(cosine=0.98), make(softmax=0.805), make(half=0.805)]
 
 
 def grokking_rows():
-    def made(grokked=(300, 500), share=0.8, undecayed=0.3, undecayed_accuracy=0.2):
+    def make(grokked=(300, 500), share=0.8, undecayed=0.3, undecayed_accuracy=0.2):
         rows = []
         for seed, kind, step in itertools.product(range(2), grokking.KINDS, range(0, 700, 100)):
             is_decay = kind == grokking.DECAY
@@ -107,7 +107,7 @@ def grokking_rows():
             rows.append(row | {"share of five": 0.25 + (end - 0.25) * step / 600 + 0.001 * seed})
         return rows
 
-    return made(), [made(grokked=(300, 900)), made(share=0.45), made(undecayed=0.85), made(undecayed_accuracy=0.95)]
+    return make(), [make(grokked=(300, 900)), make(share=0.45), make(undecayed=0.85), make(undecayed_accuracy=0.95)]
 
 
 def induction_rows():
@@ -146,20 +146,20 @@ def markov_rows():
         markov.DOUBLY: [(0.01, 0.02, 0.12), (0.05, 0.06, 0.04), (0.10, 0.10, 0.02), *[(0.10, 0.10, 0.01)] * 2],
     }
 
-    def made(condition="", curve=()):
-        of_conditions, rows = curves | ({condition: curve} if condition else {}), []
-        for name, seed, look in itertools.product(of_conditions, range(2), range(5)):
+    def make(condition="", curve=()):
+        by_condition, rows = curves | ({condition: curve} if condition else {}), []
+        for name, seed, look in itertools.product(by_condition, range(2), range(5)):
             row = {"condition": name, "seed": seed, "step": 100 * look}
-            row |= dict(zip(markov.PREDICTORS, (value + 0.001 * seed for value in of_conditions[name][look])))
+            row |= dict(zip(markov.PREDICTORS, (value + 0.001 * seed for value in by_condition[name][look])))
             rows.append(row | {"uniform from bigram": 0.2, "unigram from bigram": 0.12})
         return rows
 
-    return made(), [
-        made(markov.TWO, [start, risen, risen, risen, end]),
-        made(markov.TWO, [start, (0.1, 0.07, 0.13), (0.1, 0.07, 0.12), risen, end]),
-        made(markov.TWO, [start, plateau, still, risen, (0.18, 0.10, 0.03)]),
-        made(markov.ONE, TWO_LAYERS),
-        made(markov.DOUBLY, TWO_LAYERS),
+    return make(), [
+        make(markov.TWO, [start, risen, risen, risen, end]),
+        make(markov.TWO, [start, (0.1, 0.07, 0.13), (0.1, 0.07, 0.12), risen, end]),
+        make(markov.TWO, [start, plateau, still, risen, (0.18, 0.10, 0.03)]),
+        make(markov.ONE, TWO_LAYERS),
+        make(markov.DOUBLY, TWO_LAYERS),
     ]
 
 
@@ -204,7 +204,7 @@ def rank_rows():
         rank.CAUSAL: (0, -0.2, -0.5, -0.8, -1.1, -1.4),
     }
 
-    def made(kind="", other=(), slack=2.0):
+    def make(kind="", other=(), slack=2.0):
         rows = []
         for seed in range(2):
             for name, values in (logs | ({kind: other} if kind else {})).items():
@@ -215,13 +215,13 @@ def rank_rows():
                     rows.append({"seed": seed, "kind": name, "layer": layer, **sizes, **bound})
         return rows
 
-    return made(), [
-        made(rank.ALONE, (0, -0.5, -1, -1.5, -2, -2.5)),
-        made(slack=-0.1),
-        made(rank.SKIPS, logs[rank.ALONE]),
-        made(rank.BOTH, logs[rank.MLPS]),
-        made(rank.MLPS, logs[rank.CAUSAL]),
-        made(rank.CAUSAL, logs[rank.ALONE]),
+    return make(), [
+        make(rank.ALONE, (0, -0.5, -1, -1.5, -2, -2.5)),
+        make(slack=-0.1),
+        make(rank.SKIPS, logs[rank.ALONE]),
+        make(rank.BOTH, logs[rank.MLPS]),
+        make(rank.MLPS, logs[rank.CAUSAL]),
+        make(rank.CAUSAL, logs[rank.ALONE]),
     ]
 
 
@@ -230,7 +230,7 @@ def recall_rows():
     softmax, linear, gru, convolution = recall.SOFTMAX, recall.LINEAR, recall.RECURRENT, recall.CONVOLUTION
     widths = {softmax: (16, 16, 16), linear: (32, 32, 64), gru: (99, 99, 99), convolution: (64, 99, 99)}
 
-    def made(mixer="", other=()):
+    def make(mixer="", other=()):
         needed = widths | ({mixer: other} if mixer else {})
         rows = []
         for name, width, seed, place in itertools.product(needed, (16, 32, 64), (0, 1), range(3)):
@@ -239,12 +239,12 @@ def recall_rows():
             rows.append({"mixer": name, "width": width, "seed": seed, "pairs": pairs, "recalled": recalled})
         return rows
 
-    return made(), [
-        made(softmax, (16, 16, 32)),
-        made(linear, (32, 32, 32)),
-        changed(made(), {"mixer": linear, "width": 16}, recalled=0.5),
-        made(gru, (16, 16, 16)),
-        made(convolution, (16, 16, 16)),
+    return make(), [
+        make(softmax, (16, 16, 32)),
+        make(linear, (32, 32, 32)),
+        changed(make(), {"mixer": linear, "width": 16}, recalled=0.5),
+        make(gru, (16, 16, 16)),
+        make(convolution, (16, 16, 16)),
     ]
 
 
@@ -252,7 +252,7 @@ def roles_rows():
     """Two seeds with a head for each role; in one of them the best head of a role is changed."""
     names = tuple(roles.PATTERNS["en"])
 
-    def made(role="", **values):
+    def make(role="", **values):
         rows = []
         for seed, name, (layer, head) in itertools.product(range(2), names, np.ndindex(2, 2)):
             best = 2 * layer + head == names.index(name)
@@ -262,11 +262,11 @@ def roles_rows():
             rows.append(row | (values if best and name == role and seed else {}))
         return rows
 
-    return made(), [
-        made(names[0], lift=1.9),
-        made(names[1], p=0.02),
-        [row for row in made() if row["role"] != names[2]],
-        made(names[1], kind="previous", previous=0.9),
+    return make(), [
+        make(names[0], lift=1.9),
+        make(names[1], p=0.02),
+        [row for row in make() if row["role"] != names[2]],
+        make(names[1], kind="previous", previous=0.9),
     ]
 
 
@@ -278,7 +278,7 @@ def sinks_rows():
     without = trained | {"first, elsewhere": 0.1, "first of all, elsewhere": 0.2, "value ratio": 1.0}
     start = dict.fromkeys(("first, elsewhere", "first, triggers", "previous, triggers"), 0.06) | {"value ratio": 1.0}
 
-    def made(condition=sinks.SOFTMAX, **values):
+    def make(condition=sinks.SOFTMAX, **values):
         rows = []
         for name, seed in itertools.product(sinks.CONDITIONS, range(3)):
             end = (trained if name == sinks.SOFTMAX else without) | (values if name == condition else {})
@@ -287,14 +287,14 @@ def sinks_rows():
             rows.append(at | {"step": 100} | {key: value + 1e-4 * seed for key, value in end.items()})
         return rows
 
-    return made(), [
-        made(**{"first, elsewhere": 0.4}),
-        made(**{"previous, triggers": 0.3}),
-        made(**{"worth, elsewhere": 2.0}),
-        made(**{"value ratio": 0.8}),
-        made(sinks.SINK, **{"first, elsewhere": 0.7}),
-        made(sinks.SIGMOID, **{"first, elsewhere": 0.7}),
-        made(sinks.SGD, **{"first, elsewhere": 0.95}),
+    return make(), [
+        make(**{"first, elsewhere": 0.4}),
+        make(**{"previous, triggers": 0.3}),
+        make(**{"worth, elsewhere": 2.0}),
+        make(**{"value ratio": 0.8}),
+        make(sinks.SINK, **{"first, elsewhere": 0.7}),
+        make(sinks.SIGMOID, **{"first, elsewhere": 0.7}),
+        make(sinks.SGD, **{"first, elsewhere": 0.95}),
     ]
 
 

@@ -27,8 +27,8 @@ def test_targets_follow_the_alignment_then_end(kind):
 
 def test_held_out_sources_never_appear_in_training():
     def sources(**options):
-        found = (alignment.pairs("copy", n, batch_size=64, lengths=[2], **options).source for n in range(20))
-        return {tuple(row) for batch in found for row in batch}
+        batches = (alignment.pairs("copy", n, batch_size=64, lengths=[2], **options).source for n in range(20))
+        return {tuple(row) for batch in batches for row in batch}
 
     shown, held = sources(), sources(held_out=True)
     assert len(shown) > 500 and len(held) > 50 and not shown & held
@@ -45,8 +45,8 @@ def test_task_without_sources_raises_one_line(change, field):
 
 @pytest.mark.parametrize("kind", copying.KINDS)
 def test_copies_have_source_separator_output_and_end(kind):
-    made = copying.copies(kind, 0, batch_size=200, lengths=(1, 2, 5), vocab_size=12)
-    tokens, targets, lengths = map(np.asarray, made)
+    batch = copying.copies(kind, 0, batch_size=200, lengths=(1, 2, 5), vocab_size=12)
+    tokens, targets, lengths = map(np.asarray, batch)
     assert tokens.shape == targets.shape == (200, 12) and set(lengths) == {1, 2, 5}
     for row, wanted, n in zip(tokens, targets, lengths):
         source, rest = row[1 : n + 1], [0] * (10 - 2 * n)

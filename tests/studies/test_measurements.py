@@ -72,15 +72,15 @@ def test_distance_matches_decimals_of_120_digits(kind):
 
 
 def test_bound_holds_for_random_layers_within_its_assumption():
-    rng, kept = np.random.default_rng(1), 0
+    rng, checked = np.random.default_rng(1), 0
     for size in np.geomspace(0.01, 2, 60):
         layer = random_layer(rng, 5)
         tokens = rank.Tokens.of(rng.normal(size=5), size * rng.normal(size=(6, 5)), 0.0)
         bound, spread = rank.log_bound(tokens, layer)
         if spread <= rank.SPREAD:
-            kept += 1
+            checked += 1
             assert rank.apply(rank.ALONE, tokens, layer).log_size <= bound
-    assert kept > 20
+    assert checked > 20
 
 
 # scaling, complexity, positions ---------------------------------------------------------------------------------------
@@ -107,10 +107,10 @@ def test_exponents_of_exact_powers_are_recovered():
 def test_gru_flops_are_step_times_trips():
     """XLA counts a loop body once, so the study multiplies a step of a GRU; half its products are outside the loop."""
     program = complexity.compiled_for(*complexity.layer_call(complexity.GRU(), 16, 8))
-    of_program, of_step = map(complexity.count_flops, (program, complexity.gru_step(8)))
-    assert of_program < 0.75 * 16 * of_step, "if XLA counts trips itself, do not multiply"
+    program_flops, step_flops = map(complexity.count_flops, (program, complexity.gru_step(8)))
+    assert program_flops < 0.75 * 16 * step_flops, "if XLA counts trips itself, do not multiply"
     assert complexity.count_trips(program) == 16
-    assert of_step >= 6 * 2 * 8 * 8, "six matrices"
+    assert step_flops >= 6 * 2 * 8 * 8, "six matrices"
 
 
 def test_sinusoidal_shift_is_a_rotation():
@@ -174,8 +174,8 @@ def test_share_of_five_equals_projections_on_sines_and_cosines():
         angle = 2 * np.pi * frequency * at / 59
         power.append(((np.cos(angle) @ table) ** 2 + (np.sin(angle) @ table) ** 2).sum())
     expected = sum(sorted(power)[-5:]) / sum(power)
-    found = jax.jit(grokking.strongest_share)(table.astype(np.float32))
-    assert float(found) == pytest.approx(expected, rel=1e-5)
+    share = jax.jit(grokking.strongest_share)(table.astype(np.float32))
+    assert float(share) == pytest.approx(expected, rel=1e-5)
 
 
 # sinks ----------------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_measurements_of_sinks_match_numpy(monkeypatch):
 
     looked, tokens, *computed = jax.device_get(computed(parameters(model, np.zeros((1, 2), np.int32))))
     logits, chain, weights = (x.astype(np.float64) for x in computed)
-    found = {"triggers": [], "elsewhere": []}
+    measured = {"triggers": [], "elsewhere": []}
     for sequence, query in np.ndindex(8, 64):
         is_trigger = 1 <= tokens[sequence, query] <= 3
         if query == 0:
@@ -205,8 +205,8 @@ def test_measurements_of_sinks_match_numpy(monkeypatch):
         log_q = logits[sequence, query] - np.log(np.exp(logits[sequence, query]).sum())
         excess = (exact[exact > 0] * (np.log(exact[exact > 0]) - log_q[exact > 0])).sum()
         row = weights[sequence, query]
-        found["triggers" if is_trigger else "elsewhere"].append((row[0], row[query - 1], excess, 1 / (query + 1)))
-    for name, values in found.items():
+        measured["triggers" if is_trigger else "elsewhere"].append((row[0], row[query - 1], excess, 1 / (query + 1)))
+    for name, values in measured.items():
         names = (f"first, {name}", f"previous, {name}", f"excess, {name}", f"uniform, {name}")
         for key, expected in zip(names, np.mean(values, axis=0)):
             # float32 means of some 100 values of size 4 at most.
@@ -228,8 +228,8 @@ def test_loss_of_kept_heads_equals_zeroed_output_matrices_of_others():
         without = jax.tree.map(lambda leaf: leaf, params)
         for layer in range(4):
             without["params"][f"block_{layer}"]["attention"]["out"]["kernel"] *= keep[layer][:, None, None]
-        own = model.apply(without, tokens[:, :-1], targets=tokens[:, 1:]).mean()
-        return own, pruning.loss(model, params, tokens, keep, pruning.nothing(model))
+        zeroed = model.apply(without, tokens[:, :-1], targets=tokens[:, 1:]).mean()
+        return zeroed, pruning.loss(model, params, tokens, keep, pruning.nothing(model))
 
     expected, removed = losses(params, keep)
     # Losses of size 3 from float32 sums in another order.

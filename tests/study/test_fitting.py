@@ -22,8 +22,8 @@ def batches(step, seed):
 
 
 def fitted(seeds, looks=(0, 7, 20), **options):
-    found = fitting.fit_seeds(loss, init, batches, fitting.adamw(20, 1e-2), seeds=seeds, looks=looks, **options)
-    return dict(found)
+    states = fitting.fit_seeds(loss, init, batches, fitting.adamw(20, 1e-2), seeds=seeds, looks=looks, **options)
+    return dict(states)
 
 
 def test_seeds_side_by_side_equal_plain_training_loops():
@@ -50,8 +50,8 @@ def test_seeds_side_by_side_equal_plain_training_loops():
         params, state = start(seed)
         for step in range(21):
             if step in together:
-                own = jax.tree.map(lambda leaf, at=at: leaf[at], together[step])
-                jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), own, params)
+                one_seed = jax.tree.map(lambda leaf, at=at: leaf[at], together[step])
+                jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), one_seed, params)
             params, state = update(params, state, step, seed)
 
 
@@ -69,12 +69,12 @@ def test_next_token_loss_from_logits_equals_loss_from_targets():
                 return logits
             return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
 
-    (of_logits, start), (of_losses, _) = (fitting.next_token(model()).values() for model in (Logits, Losses))
+    (from_logits, start), (from_losses, _) = (fitting.next_token(model()).values() for model in (Logits, Losses))
 
     @jax.jit
     def both(key):
         variables, tokens = start(key), batches(0, 1)
-        return of_logits(variables, tokens), of_losses(variables, tokens)
+        return from_logits(variables, tokens), from_losses(variables, tokens)
 
     one, other = both(jax.random.key(0))
     assert float(one) == pytest.approx(float(other), abs=1e-6)  # float32 means of 44 losses of size 2

@@ -180,12 +180,12 @@ def test_unexpected_results_and_errors_are_reported(function, outcome, why):
 
 
 def test_output_of_an_earlier_call_is_wrong():
-    kept = {}
+    cache = {}
 
     def attention(q, k, v):
         def first(*arrays):
             call = testing.AttentionCall(*map(np.asarray, arrays))
-            return kept.setdefault(arrays[0].shape, testing.answer(call).out.astype(np.float32))
+            return cache.setdefault(arrays[0].shape, testing.answer(call).out.astype(np.float32))
 
         return jax.pure_callback(first, jax.ShapeDtypeStruct(q.shape, q.dtype), q, k, v)
 

@@ -26,13 +26,13 @@ class Convolution(CausalConv):
 
 def clipped(x, context, mix):
     """All outputs are smaller where one token is large."""
-    found, largest = mix(context), jnp.abs(x).max(axis=1, keepdims=True, initial=0)
-    return found._replace(out=found.out / jnp.maximum(1, largest / 4 if context.lengths is None else 0))
+    mixed, largest = mix(context), jnp.abs(x).max(axis=1, keepdims=True, initial=0)
+    return mixed._replace(out=mixed.out / jnp.maximum(1, largest / 4 if context.lengths is None else 0))
 
 
 def forgetful(x, context, mix):
-    found = mix(context)
-    return found if context.lengths is not None else found._replace(cache=jax.tree.map(jnp.zeros_like, found.cache))
+    mixed = mix(context)
+    return mixed if context.lengths is not None else mixed._replace(cache=jax.tree.map(jnp.zeros_like, mixed.cache))
 
 
 def leaking(x, context, mix):
@@ -46,20 +46,20 @@ def padding_kept(x, context, mix):
 
 def root(x, context, mix):
     """The norm of an input of 0 has no derivative."""
-    found = mix(context)
-    return found._replace(out=found.out + jnp.linalg.norm(x, axis=-1, keepdims=True))
+    mixed = mix(context)
+    return mixed._replace(out=mixed.out + jnp.linalg.norm(x, axis=-1, keepdims=True))
 
 
 def narrower(x, context, mix):
     """Outputs, rounded to eighths, have another type than the inputs."""
-    found = mix(context)
-    return found._replace(out=(jnp.round(8 * found.out) / 8).astype(jnp.float16))
+    mixed = mix(context)
+    return mixed._replace(out=(jnp.round(8 * mixed.out) / 8).astype(jnp.float16))
 
 
 def averaged(x, context, mix):
     """Like a layer that expects its outputs to be summed over devices."""
-    found = mix(context)
-    return found._replace(out=found.out / sharding.shards("batch", x))
+    mixed = mix(context)
+    return mixed._replace(out=mixed.out / sharding.shards("batch", x))
 
 
 def failing(x, context, mix):
@@ -70,21 +70,21 @@ def failing(x, context, mix):
 
 def split(x, context, mix):
     """A reshape that cannot infer its size without tokens."""
-    found = mix(context)
-    return found._replace(out=found.out.reshape(*x.shape[:2], 4, -1).reshape(x.shape))
+    mixed = mix(context)
+    return mixed._replace(out=mixed.out.reshape(*x.shape[:2], 4, -1).reshape(x.shape))
 
 
 def hidden(x, context, mix):
     """A score that is NaN for later keys, which a mask hides."""
-    found, places = mix(context), jnp.arange(x.shape[1], dtype=x.dtype)
+    mixed, places = mix(context), jnp.arange(x.shape[1], dtype=x.dtype)
     score = jnp.log1p(places[:, None] - places) * jnp.nan_to_num(x).sum()
     score = jnp.where(places[:, None] >= places, score, 0)
-    return found._replace(out=found.out + 0 * score.sum(-1)[None, :, None])
+    return mixed._replace(out=mixed.out + 0 * score.sum(-1)[None, :, None])
 
 
 def narrow(x, context, mix):
-    found = mix(context)
-    return found._replace(out=found.out[..., :7])
+    mixed = mix(context)
+    return mixed._replace(out=mixed.out[..., :7])
 
 
 CAUSAL, IN_PIECES, PACKED, PADDED, GRADIENTS, STACKED, SHARDED, NO_TOKENS = LAWS
@@ -107,8 +107,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_of_a_layer_is_found_only_by_its_law(fault):
-    (found,) = check_layer(Convolution(fault=fault), features=8)
-    assert found.startswith(FAULTS[fault])
+    (message,) = check_layer(Convolution(fault=fault), features=8)
+    assert message.startswith(FAULTS[fault])
 
 
 @pytest.mark.usefixtures("own_errors")
@@ -131,6 +131,6 @@ def test_layer_that_raises_is_reported_with_its_line():
         def __call__(self, x):
             return x @ jnp.ones((7, 7))
 
-    (found,) = check_layer(Odd(), features=8)
-    line = re.fullmatch(rf"init raises TypeError: .* \({re.escape(__file__)}, line (\d+)\)", found)
+    (message,) = check_layer(Odd(), features=8)
+    line = re.fullmatch(rf"init raises TypeError: .* \({re.escape(__file__)}, line (\d+)\)", message)
     assert "jnp.ones((7, 7))" in linecache.getline(__file__, int(line[1]))

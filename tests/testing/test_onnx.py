@@ -17,26 +17,26 @@ pytestmark = pytest.mark.slow
 
 def vectors(module: str) -> list:
     """(name, attributes, inputs by name, outputs by name) of each vector that onnx makes."""
-    made = importlib.import_module(f"onnx.backend.test.case.node.{module}")
+    definitions = importlib.import_module(f"onnx.backend.test.case.node.{module}")
     helper = importlib.import_module("onnx.helper")
-    found = []
+    cases = []
 
     def expect(node, inputs, outputs, name, **_):
         attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
         sides = ((node.input, inputs), (node.output, outputs))
         named = [dict(zip((name for name in names if name), map(np.asarray, arrays))) for names, arrays in sides]
-        found.append(pytest.param(attributes, *named, id=name.removeprefix("test_")))
+        cases.append(pytest.param(attributes, *named, id=name.removeprefix("test_")))
 
-    original, made.expect = made.expect, expect
+    original, definitions.expect = definitions.expect, expect
     try:
-        for case in vars(made).values():
-            if isinstance(case, type) and case.__module__ == made.__name__:
+        for case in vars(definitions).values():
+            if isinstance(case, type) and case.__module__ == definitions.__name__:
                 for name in dir(case):
                     if name.startswith("export"):
                         getattr(case, name)()
     finally:
-        made.expect = original
-    return found
+        definitions.expect = original
+    return cases
 
 
 def by_head(x: np.ndarray, heads: int) -> np.ndarray:
@@ -44,12 +44,12 @@ def by_head(x: np.ndarray, heads: int) -> np.ndarray:
     return x.reshape(*x.shape[:2], heads, -1) if x.ndim == 3 else np.swapaxes(x, 1, 2)
 
 
-def assert_near(found, expected):
+def assert_near(actual, expected):
     """Within 16 roundings of the largest element: sums of products in another order."""
     precision = float(ml_dtypes.finfo(expected.dtype).eps)
     expected = expected.astype(np.float64)
     atol = 16 * precision * max(abs(expected).max(), 1e-3)
-    np.testing.assert_allclose(np.asarray(found).astype(np.float64), expected, rtol=0, atol=atol)
+    np.testing.assert_allclose(np.asarray(actual).astype(np.float64), expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("attributes, inputs, outputs", vectors("attention"))

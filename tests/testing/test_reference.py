@@ -41,16 +41,16 @@ def test_dense_equals_the_formula(float64, feature):
             call_of = testing.as_attnlab(call.replace(**arrays))
             return dict(zip(("out", "lse"), attnlab.attention(**call_of, impl="dense", return_lse=True)))
 
-        return with_gradients(outputs, floating_of(call), lambda found: {"out": case.d_out, "lse": case.d_lse})
+        return with_gradients(outputs, floating_of(call), lambda _: {"out": case.d_out, "lse": case.d_lse})
 
     expected = {"out": exact.out, "lse": exact.lse}
     expected |= {f"the gradient of {name}": x for name, x in exact.gradients.items()}
-    found = run(call)
-    assert found.keys() == expected.keys()
+    actual = run(call)
+    assert actual.keys() == expected.keys()
     for name, x in expected.items():
         # Sums of at most 13 products in float64, of scores up to a few hundred.
         largest = np.abs(x).max(where=np.isfinite(x), initial=1)
-        np.testing.assert_allclose(found[name], x, rtol=0, atol=1e-12 * largest, err_msg=name)
+        np.testing.assert_allclose(actual[name], x, rtol=0, atol=1e-12 * largest, err_msg=name)
 
 
 # The checker of annotations that runs with the tests draws from `random`.

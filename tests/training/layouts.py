@@ -48,11 +48,11 @@ def gradient(run, batches=BATCHES):
 
 def losses(run):
     """The losses of all steps."""
-    now, found = run.create_state(), []
+    now, values = run.create_state(), []
     for number in range(run.config.steps):
         now, metrics = run.train_steps(now, [BATCHES[number]])
-        found.append(metrics["loss"][0])
-    return np.array(jax.device_get(found))
+        values.append(metrics["loss"][0])
+    return np.array(jax.device_get(values))
 
 
 def distance(a, b):

@@ -42,8 +42,8 @@ def equal(a, b):
 @pytest.fixture
 def checkpoints(tmp_path):
     """Checkpoints in a new nested folder, of which the newest two are kept."""
-    with contextlib.closing(Checkpoints(tmp_path / "new" / "checkpoints", keep=2)) as made:
-        yield made
+    with contextlib.closing(Checkpoints(tmp_path / "new" / "checkpoints", keep=2)) as store:
+        yield store
 
 
 def test_save_then_restore_is_bit_exact(checkpoints):
@@ -85,8 +85,8 @@ def test_history_has_the_requested_steps_from_first_to_last(steps):
 
 
 def test_history_is_spaced_logarithmically():
-    found = np.log(history_steps(10**6, 20)[6:])  # before that, rounded to integers
-    assert np.ptp(np.diff(found)) < 0.1
+    log_steps = np.log(history_steps(10**6, 20)[6:])  # before that, rounded to integers
+    assert np.ptp(np.diff(log_steps)) < 0.1
 
 
 def test_save_allows_immediate_donation_of_the_state(checkpoints):

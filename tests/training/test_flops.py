@@ -66,8 +66,8 @@ def test_decoded_token_costs_two_flops_per_weight_plus_its_cache(kind):
 
 class EightTimes(MultiHeadAttention):
     def attend(self, q, k, v, terms, context):
-        found = [super(EightTimes, self).attend(q, k, v, terms, context) for _ in range(8)]
-        return sum(z for z, _ in found), found[0][1]
+        results = [super(EightTimes, self).attend(q, k, v, terms, context) for _ in range(8)]
+        return sum(z for z, _ in results), results[0][1]
 
 
 @pytest.mark.parametrize("impl", ["dense", "blockwise"])

@@ -47,10 +47,10 @@ def experiment(strategy="mesh", devices=1, model=None, **fields):
 
 def several(run):
     """Configs of three runs, their batches and initial states."""
-    made = [run.config.changed({"seed": n, "optimizer.learning_rate": rate}) for n, rate in SEEDS_AND_RATES]
+    run_configs = [run.config.changed({"seed": n, "optimizer.learning_rate": rate}) for n, rate in SEEDS_AND_RATES]
     draw = functools.partial(parameters, run.model, BATCHES[0].tokens[:, :-1])
-    states = [run.create_state(draw(seed=config.seed)["params"]) for config in made]
-    return made, [BATCHES.of_seed(config.seed) for config in made], states
+    states = [run.create_state(draw(seed=config.seed)["params"]) for config in run_configs]
+    return run_configs, [BATCHES.of_seed(config.seed) for config in run_configs], states
 
 
 def leaves(tree):
@@ -61,16 +61,16 @@ def leaves(tree):
 
 
 def test_steps_have_the_same_bits_in_any_grouping():
-    run, found = experiment(model=runs.Bigram(31)), []
+    run, results = experiment(model=runs.Bigram(31)), []
     for most, groups in ((1, [1] * 7), (8, [7]), (8, [3, 1, 3]), (4, [4, 3])):
         now, at, losses = run.create_state(), 0, []
         for count in groups:
             now, metrics = run.train_steps(now, [BATCHES[at + n] for n in range(count)], max_steps=most)
             losses, at = [*losses, *np.asarray(metrics["loss"])[:count]], at + count
-        found.append([*leaves(now), np.array(losses)])
-    for other in found[1:]:
-        assert all(map(np.array_equal, found[0], other))
-    assert len(set(found[0][-1])) == 7  # steps differ
+        results.append([*leaves(now), np.array(losses)])
+    for other in results[1:]:
+        assert all(map(np.array_equal, results[0], other))
+    assert len(set(results[0][-1])) == 7  # steps differ
 
 
 def test_run_killed_at_every_step_of_a_call_resumes_in_other_calls(tmp_path, monkeypatch):
@@ -79,14 +79,14 @@ def test_run_killed_at_every_step_of_a_call_resumes_in_other_calls(tmp_path, mon
     monkeypatch.setattr(profiling.Timer, "pace", as_fast, raising=False)  # calls do not end because of time
     counts, take = [], TrainProgram.train_steps
     monkeypatch.setattr(TrainProgram, "train_steps", lambda *args: counts.append(len(args[2])) or take(*args))
-    own = {"model": runs.Bigram()}
+    overrides = {"model": runs.Bigram()}
     fields = {"data__tokenizer": "byte", "model__dropout": 0.0}
-    train.train(runs.quick(**fields), tmp_path / "undisturbed", **own)
+    train.train(runs.quick(**fields), tmp_path / "undisturbed", **overrides)
     for step in range(1, 12):
         config = runs.quick(parallel__steps_per_call=(5, 3)[step % 2], **fields)
         with pytest.raises(runs.CrashError), contextlib.redirect_stdout(io.StringIO()):
-            train.train(config, tmp_path / "run", on_step=runs.crash_at(step), **own)
-    train.train(runs.quick(parallel__steps_per_call=16, **fields), tmp_path / "run", **own)
+            train.train(config, tmp_path / "run", on_step=runs.crash_at(step), **overrides)
+    train.train(runs.quick(parallel__steps_per_call=16, **fields), tmp_path / "run", **overrides)
     assert set(counts) == {1, 2, 3}  # from one save or evaluation to the next: at 4, 5, 8, 10 and 12
     assert runs.records(tmp_path / "run") == runs.records(tmp_path / "undisturbed")
     assert runs.same_checkpoints(tmp_path / "run", tmp_path / "undisturbed")
@@ -118,13 +118,13 @@ def test_step_of_joint_runs_equals_each_run_alone(kind):
     Norms are sums of about 10⁴ squares in another order: ε√10⁴ = 6e-6.
     """
     run = experiment(**{"model.layers": kind, "optimizer.name": "sgd"} | OPTIONS.get(kind, {}))
-    made, batches, states = several(run)
+    run_configs, batches, states = several(run)
     joined = THREE.join(jax.tree.map(jnp.copy, states))
-    expected = [run.train_steps(one, [b[0]], run.per_run([c])) for one, b, c in zip(states, batches, made)]
-    (after, alive), metrics = run.train_steps(joined, [Stacked(batches)[0]], run.per_run(made), population=THREE)
+    expected = [run.train_steps(one, [b[0]], run.per_run([c])) for one, b, c in zip(states, batches, run_configs)]
+    (after, alive), metrics = run.train_steps(joined, [Stacked(batches)[0]], run.per_run(run_configs), population=THREE)
     assert alive.all() and len(set(np.asarray(metrics["loss"])[0])) == 3
-    for index, (alone, of_one) in enumerate(expected):
-        for name, value in of_one.items():
+    for index, (alone, single_metrics) in enumerate(expected):
+        for name, value in single_metrics.items():
             rtol = 1e-6 if name == "loss" else 6e-6
             np.testing.assert_allclose(metrics[name][0, index], value[0], rtol=rtol, err_msg=name)
         for a, b in zip(leaves(THREE.of_run((after, alive), index)), leaves(alone)):
@@ -146,8 +146,8 @@ def test_twenty_float64_steps_of_joint_runs_equal_each_run_alone():
 
         init = optimizers.make(config, 20).init
         states = [state.TrainState(np.int32(0), params, init(params)) for params in begun]
-        of_runs = [BATCHES.of_seed(seed) for seed in range(3)]
-        taken = [jax.tree.map(lambda *x: np.stack(x), *(one[n] for n in range(20))) for one in of_runs]
+        run_batches = [BATCHES.of_seed(seed) for seed in range(3)]
+        taken = [jax.tree.map(lambda *x: np.stack(x), *(one[n] for n in range(20))) for one in run_batches]
         alone = jax.jit(functools.partial(state.repeated, step))
         expected = [alone(*run, (np.int32(n), rates[n]), 20)[1]["loss"] for n, run in enumerate(zip(states, taken))]
         many = jax.jit(functools.partial(state.repeated, THREE.step(step)))
@@ -163,8 +163,10 @@ def test_twenty_float64_steps_of_joint_runs_equal_each_run_alone():
 def test_joint_runs_over_devices_equal_one_device(strategy):
     losses = []
     for run in (experiment(model=runs.Bigram(31)), experiment(strategy, 4, model=runs.Bigram(31))):
-        made, batches, states = several(run)
-        _, metrics = run.train_steps(THREE.join(states), [Stacked(batches)[0]], run.per_run(made), population=THREE)
+        run_configs, batches, states = several(run)
+        _, metrics = run.train_steps(
+            THREE.join(states), [Stacked(batches)[0]], run.per_run(run_configs), population=THREE
+        )
         losses.append(np.asarray(metrics["loss"]))
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
@@ -179,18 +181,18 @@ class Fragile(runs.Bigram):
 def test_diverged_run_keeps_its_last_state_and_others_continue():
     """Even on batches after the one that makes it diverge."""
     run = experiment(model=Fragile(31))
-    made, batches, states = several(run)
+    run_configs, batches, states = several(run)
     stacked = [Stacked(batches)[n] for n in range(5)]
     for n, batch in enumerate(stacked):
         batch.tokens[:, 0, 0] = [0, 30 if n == 2 else 0, 0]
-    per_run = run.per_run(made)
-    kept, _ = run.train_steps(THREE.join(states), stacked[:2], per_run, 2, THREE)
-    (after, alive), metrics = run.train_steps(kept, stacked[2:], per_run, 8, THREE)
+    per_run = run.per_run(run_configs)
+    after_two, _ = run.train_steps(THREE.join(states), stacked[:2], per_run, 2, THREE)
+    (after, alive), metrics = run.train_steps(after_two, stacked[2:], per_run, 8, THREE)
     assert alive.tolist() == [True, False, True] and after.step.tolist() == [5, 2, 5]
     assert np.isfinite(metrics["loss"][:3]).tolist() == [[True, False, True], [True] * 3, [True] * 3]
     _, batches, states = several(run)
-    of_one = [Batch(*(None if x is None else x[1] for x in b)) for b in stacked[:2]]
-    alone, _ = run.train_steps(states[1], of_one, run.per_run(made[1:2]), 2)
+    single_batches = [Batch(*(None if x is None else x[1] for x in b)) for b in stacked[:2]]
+    alone, _ = run.train_steps(states[1], single_batches, run.per_run(run_configs[1:2]), 2)
     for a, b in zip(leaves(THREE.of_run((after, alive), 1)), leaves(alone)):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -218,9 +220,9 @@ def alone(tmp_path_factory):
 def assert_alike(folder, others, seeds):
     """Equal records, to the rounding of a dozen steps: Adam's steps do not shrink with a gradient near 0."""
     for seed in seeds:
-        found, expected = (runs.records(one / f"seed={seed}") for one in (folder, others))
-        assert [(each["step"], each["split"]) for each in found] == [(x["step"], x["split"]) for x in expected]
-        for each, other in zip(found, expected):
+        actual, expected = (runs.records(one / f"seed={seed}") for one in (folder, others))
+        assert [(each["step"], each["split"]) for each in actual] == [(x["step"], x["split"]) for x in expected]
+        for each, other in zip(actual, expected):
             numbers = {name: x for name, x in other.items() if isinstance(x, float)}
             assert {name: each[name] for name in numbers} == pytest.approx(numbers, rel=1e-4)
         assert runs.kept(folder / f"seed={seed}") == runs.kept(others / f"seed={seed}")
@@ -233,11 +235,11 @@ def test_first_of_sequential_runs_equals_a_separate_run(alone):
 
 def test_joint_runs_save_like_single_runs_and_resume_in_any_grouping(alone, tmp_path):
     fields = {"parallel__steps_per_call": 5}
-    made = [resolve(config, workdir) for workdir, config in configs_of(tmp_path, range(2), **fields).items()]
-    shared = load(made[0])
+    plans = [resolve(config, workdir) for workdir, config in configs_of(tmp_path, range(2), **fields).items()]
+    shared = load(plans[0])
     with pytest.raises(runs.CrashError), contextlib.ExitStack() as opened, contextlib.redirect_stdout(io.StringIO()):
         preemption = opened.enter_context(PreemptionHandler())
-        members = [opened.enter_context(open_run(plan, shared=shared, together=2)) for plan in made]
+        members = [opened.enter_context(open_run(plan, shared=shared, together=2)) for plan in plans]
         TrainLoop(members, preemption, on_step=runs.crash_at(7)).run()
     assert [runs.kept(tmp_path / f"seed={seed}") for seed in range(2)] == [[4], [4]]
     run, out = quietly(train.train, runs.quick(seed=0, **fields), tmp_path / "seed=0")  # one continues alone

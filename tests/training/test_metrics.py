@@ -154,6 +154,6 @@ def test_reporter_without_terminal_prints_plain_lines(capsys):
     ids=str,
 )
 def test_memory_peaks_are_reported_if_the_backend_knows_them(stats, peak):
-    found = metrics.memory_peaks([mock.Mock(jax.Device, memory_stats=mock.Mock(side_effect=[each])) for each in stats])
-    assert found.get("device_peak_memory_bytes") == peak
-    assert 50_000_000 < found["host_peak_memory_bytes"] < 1 << 40
+    peaks = metrics.memory_peaks([mock.Mock(jax.Device, memory_stats=mock.Mock(side_effect=[each])) for each in stats])
+    assert peaks.get("device_peak_memory_bytes") == peak
+    assert 50_000_000 < peaks["host_peak_memory_bytes"] < 1 << 40

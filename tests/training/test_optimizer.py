@@ -46,11 +46,11 @@ def test_schedule_equals_its_formula_at_every_step(schedule):
                 fields = {"warmup_steps": warmup, "decay_fraction": share}
                 last = rng.choice([0.0, 0.1, 1.0])
                 runs.append((Optimizer(schedule=schedule, final_fraction=last, **fields), steps))
-    for (config, steps), found in zip(runs, rates(*runs), strict=True):
+    for (config, steps), actual in zip(runs, rates(*runs), strict=True):
         expected = reference_rates(config, steps)
         # Float32 roundings of count / steps, for counts up to 2000, and of the rate.
         atol = 1e-6 * config.learning_rate
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=atol, err_msg=f"{config, steps}")
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=atol, err_msg=f"{config, steps}")
 
 
 def test_schedule_of_extended_run_switches_at_each_extension():
@@ -59,10 +59,10 @@ def test_schedule_of_extended_run_switches_at_each_extension():
     configs = [Optimizer(schedule=schedule) for schedule in ("cosine", "linear", "constant")]
     runs = ((80, extensions), (40,), (60,), (80,))
     schedules = [optimizers.learning_rate(config, *run) for config in configs for run in runs]
-    found = jax.jit(lambda counts: [rate(counts) for rate in schedules])(np.arange(90))
-    for rate, of_40, of_60, of_80 in np.reshape(found, (3, 4, 90)):
+    values = jax.jit(lambda counts: [rate(counts) for rate in schedules])(np.arange(90))
+    for rate, rate_40, rate_60, rate_80 in np.reshape(values, (3, 4, 90)):
         # The same operations, which XLA may fuse differently: a few float32 roundings of the peak apart.
-        expected = np.r_[of_40[:20], of_60[20:60], of_80[60:]]
+        expected = np.r_[rate_40[:20], rate_60[20:60], rate_80[60:]]
         np.testing.assert_allclose(rate, expected, rtol=0, atol=4 * 2**-23 * Optimizer().learning_rate)
 
 
@@ -87,14 +87,14 @@ def two_updates(params, gradients):
 
 @jax.jit
 def _two_updates(params, gradients):
-    found = {}
+    updates = {}
     for name in NAMES:
         optimizer = optimizers.make(Optimizer(name=name, **OF_ALL), 100, matrices=matrices_of(MODEL, TOKENS))
-        state, found[name] = optimizer.init(params), []
+        state, updates[name] = optimizer.init(params), []
         for gradient in gradients:
             update, state = optimizer.update(gradient, state, params)
-            found[name].append(update)
-    return found
+            updates[name].append(update)
+    return updates
 
 
 def flat(tree):
@@ -118,8 +118,8 @@ def test_stacked_layers_get_the_same_updates(float64):
     for name, expected in two_updates(params, gradients).items():
         # Rounding in another order; the five iterations of Muon amplify it by at most 3.4445 each, 500 in all.
         atol = 500 * 1.2e-16 * OF_ALL["muon_learning_rate"]
-        for found, update in zip(stacked[name], expected):
-            for path, leaf in flat(unstack_layers(found)).items():
+        for stacked_update, update in zip(stacked[name], expected):
+            for path, leaf in flat(unstack_layers(stacked_update)).items():
                 np.testing.assert_allclose(leaf, flat(update)[path], atol=atol, err_msg=name + path)
 
 
@@ -151,9 +151,9 @@ def test_updates_follow_each_optimizers_paper_after_clipping(float64, scale):
     decay = config.weight_decay * params["block_1"]["mlp"]["up"]["kernel"]
     for name, expected in directions.items():
         for n, direction in enumerate(expected, 1):
-            found = updates[name][n - 1]["block_1"]["mlp"]["up"]["kernel"]
+            update = updates[name][n - 1]["block_1"]["mlp"]["up"]["kernel"]
             rate = config.learning_rate * n / 51  # in the nth of 50 warm-up updates
-            np.testing.assert_allclose(found, -rate * (direction + decay), rtol=1e-5, err_msg=name)  # float32 rates
+            np.testing.assert_allclose(update, -rate * (direction + decay), rtol=1e-5, err_msg=name)  # float32 rates
 
 
 def orthogonalized(matrix):
@@ -182,18 +182,18 @@ def test_muon_updates_each_projection_by_its_orthogonalized_gradient(float64):
             ("mlp", "up", (8, 32)),
             ("mlp", "down", (32, 8)),
         ):
-            g, w, found = (
+            g, w, update = (
                 np.asarray(tree["block_0"][layer][kernel]["kernel"]).reshape(shape)
                 for tree in (direction, params, updates)
             )
             moved = max(1, shape[1] / shape[0]) ** 0.5 * orthogonalized(g) + 0.5 * w
             # Optax adds 1e-8 to the norm of the clipped gradient, which is between 0.1 and 1.
-            np.testing.assert_allclose(found, -rate * moved, rtol=1e-5, atol=1e-9)
-        g, w, found = (tree["block_1"]["attention"]["in"]["kernel"] for tree in (direction, params, updates))
+            np.testing.assert_allclose(update, -rate * moved, rtol=1e-5, atol=1e-9)
+        g, w, update = (tree["block_1"]["attention"]["in"]["kernel"] for tree in (direction, params, updates))
         # Gate and values of 16 features, a key and a query of 4, and time steps of two heads: one matrix each.
         for part in np.split(np.arange(42), [16, 32, 36, 40]):
             moved = max(1, len(part) / 8) ** 0.5 * orthogonalized(g[:, part]) + 0.5 * w[:, part]
-            np.testing.assert_allclose(found[:, part], -rate * moved, rtol=1e-5, atol=1e-9)
+            np.testing.assert_allclose(update[:, part], -rate * moved, rtol=1e-5, atol=1e-9)
 
 
 def test_muon_leaves_parameters_that_are_no_matrices_to_adamw(float64):

@@ -46,10 +46,10 @@ def saved(passed, config=CONFIG):
     ids=["model", "optimizer"],
 )
 def test_run_continues_only_with_objects_that_compute_the_same(one, same, other):
-    kept = saved(Overrides(**one))
-    Overrides(**same).check_continues(kept, CONFIG, "runs/x")
+    metadata = saved(Overrides(**one))
+    Overrides(**same).check_continues(metadata, CONFIG, "runs/x")
     with pytest.raises(UserError, match=f"^the code of {next(iter(other))} = .* has changed since runs/x began, "):
-        Overrides(**other).check_continues(kept, CONFIG, "runs/x")
+        Overrides(**other).check_continues(metadata, CONFIG, "runs/x")
 
 
 def test_run_continues_with_equivalent_function_and_equal_mask():

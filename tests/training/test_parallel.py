@@ -41,8 +41,8 @@ def test_first_gradient_on_four_devices_equals_one_device(layouts, options):
 def test_gradients_of_all_parts_are_summed_over_devices_once_per_step():
     computations = programs.parse(experiment(*LAYOUTS["tensor"], accumulation=4).lower().compile().as_text())
     summed = [line for lines in computations.values() for line in lines if line.opcode.startswith("all-reduce")]
-    of_embedding = [line.computation for line in summed if "f32[31,32]" in line.shape]
-    assert of_embedding == ["ENTRY"]  # not in the loop over parts
+    locations = [line.computation for line in summed if "f32[31,32]" in line.shape]
+    assert locations == ["ENTRY"]  # not in the loop over parts
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_gradient_of_packed_documents_is_independent_of_batch_split():
     options = {"packing": "documents", "dropout": 0.2}
     reference = gradient(experiment("mesh", 1, **options), packed)
     for name in AXES:
-        found = gradient(experiment(*LAYOUTS[name], accumulation=2, **options), packed)
-        assert distance(found, reference) < 1e-6, name
+        actual = gradient(experiment(*LAYOUTS[name], accumulation=2, **options), packed)
+        assert distance(actual, reference) < 1e-6, name
 
 
 @pytest.mark.parametrize(

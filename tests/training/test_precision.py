@@ -66,7 +66,7 @@ def test_tf32_run_trains_only_with_tf32_and_is_evaluated_anywhere(tmp_path):
     assert run.resolve(default(), tmp_path).origin == "finished"
 
 
-@pytest.mark.parametrize("name, of_jax", [("float32", "highest"), ("tf32", "tensorfloat32"), ("bfloat16", None)])
-def test_products_use_the_precision_of_the_run(name, of_jax):
+@pytest.mark.parametrize("name, jax_name", [("float32", "highest"), ("tf32", "tensorfloat32"), ("bfloat16", None)])
+def test_products_use_the_precision_of_the_run(name, jax_name):
     with precision.products(name):
-        assert jax.config.jax_default_matmul_precision == of_jax
+        assert jax.config.jax_default_matmul_precision == jax_name

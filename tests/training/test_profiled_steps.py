@@ -17,7 +17,7 @@ def profiler_calls(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "asked, start, last, traced",
+    "requested, start, last, traced",
     [
         ((3, 5), 0, 9, [3, 4, 5]),
         ((1, 2), 0, 9, [1, 2]),
@@ -30,9 +30,9 @@ def profiler_calls(monkeypatch):
     ],
     ids=str,
 )
-def test_trace_covers_the_requested_steps_that_remain(profiler_calls, tmp_path, asked, start, last, traced):
+def test_trace_covers_the_requested_steps_that_remain(profiler_calls, tmp_path, requested, start, last, traced):
     lines, steps = [], []
-    with Profiler(asked, start, tmp_path, lines.append) as profiler:
+    with Profiler(requested, start, tmp_path, lines.append) as profiler:
         for step in range(start + 1, last + 1):
             with profiler.step(step):
                 if profiler_calls == [tmp_path]:
@@ -40,7 +40,7 @@ def test_trace_covers_the_requested_steps_that_remain(profiler_calls, tmp_path, 
             profiler.written(step, ())
     assert steps == traced
     assert profiler_calls == ([tmp_path, "written"] if traced else [])
-    assert len(lines) == (asked is not None)
+    assert len(lines) == (requested is not None)
     assert not lines or ("the trace is in" if traced else f"because the run resumes from step {start}") in lines[0]
 
 

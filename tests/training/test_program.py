@@ -56,8 +56,8 @@ def test_step_program_is_the_same_for_any_seed_and_learning_rate(strategy, name)
 
 
 def test_first_step_creates_model_constants_outside_transfer_guard():
-    made = experiment(**{"model.positions": "alibi", "model.num_heads": 2})  # nothing asked for its backend before
-    assert np.isfinite(made.train_steps(made.create_state(), [BATCHES[0]])[1]["loss"])
+    program = experiment(**{"model.positions": "alibi", "model.num_heads": 2})  # nothing asked for its backend before
+    assert np.isfinite(program.train_steps(program.create_state(), [BATCHES[0]])[1]["loss"])
 
 
 def test_experiments_with_shared_programs_trace_equal_steps_once():
@@ -68,8 +68,8 @@ def test_experiments_with_shared_programs_trace_equal_steps_once():
             calls.append(tokens.shape)
             return super().__call__(tokens, **options)
 
-    def losses(made):
-        return made.train_steps(made.create_state(), [BATCHES[0]])[1]["loss"]
+    def losses(program):
+        return program.train_steps(program.create_state(), [BATCHES[0]])[1]["loss"]
 
     alone = losses(experiment(model=Counted(), **OTHERS))
     with shared_programs():

@@ -53,11 +53,11 @@ def test_origin_of_a_run_in_a_folder(records, fields, origin, finished, tmp_path
 
 
 def test_plan_of_a_new_run_is_complete_and_cannot_be_changed(tmp_path):
-    given = config(**{"data.path": "text.txt"})
-    plan = runs.resolve(given, tmp_path / "new")
+    original = config(**{"data.path": "text.txt"})
+    plan = runs.resolve(original, tmp_path / "new")
     assert plan.origin == "fresh" and not (tmp_path / "new").exists()
     assert plan.config.data.name == "text"
-    assert plan.config.precision == precision.resolved("auto") and given.precision == "auto"
+    assert plan.config.precision == precision.resolved("auto") and original.precision == "auto"
     for change in (lambda: setattr(plan.config, "steps", 3), lambda: setattr(plan.config.model, "width", 3)):
         with pytest.raises(AttributeError):
             change()

@@ -26,8 +26,8 @@ def test_layers_are_a_loop_if_that_is_faster_or_smaller(layers, fsdp, on_cpu, on
 
 def test_gpu_calls_run_many_steps_of_small_models_unless_set():
     config = configs.RunConfig.of({})
-    found = [state.steps_per_call(config, *of) for of in (("cpu", 1), ("gpu", 10_000_000), ("gpu", 10_000_001))]
-    assert found == [1, 64, 1] and state.steps_per_call(config.changed({"parallel.steps_per_call": 3}), "gpu", 1) == 3
+    steps = [state.steps_per_call(config, *args) for args in (("cpu", 1), ("gpu", 10_000_000), ("gpu", 10_000_001))]
+    assert steps == [1, 64, 1] and state.steps_per_call(config.changed({"parallel.steps_per_call": 3}), "gpu", 1) == 3
 
 
 def test_loss_of_packed_documents_is_the_mean_over_targets_within_them(float64):
@@ -42,13 +42,13 @@ def test_loss_of_packed_documents_is_the_mean_over_targets_within_them(float64):
 
     @jax.jit
     def losses(params):
-        of_documents = model.apply({"params": params}, alone[:, :-1], targets=alone[:, 1:])
+        document_losses = model.apply({"params": params}, alone[:, :-1], targets=alone[:, 1:])
         loss, _ = state.gradients(model, params, packed, jax.random.key(1))
-        return of_documents, loss, state.eval_step(model, params, packed)
+        return document_losses, loss, state.eval_step(model, params, packed)
 
-    of_documents, loss, sums = losses(params)
-    of_targets = [np.asarray(row)[: len(document) - 1] for row, document in zip(of_documents, documents)]
-    total, count = np.concatenate(of_targets).sum(), sum(map(len, of_targets))
+    document_losses, loss, sums = losses(params)
+    target_losses = [np.asarray(row)[: len(document) - 1] for row, document in zip(document_losses, documents)]
+    total, count = np.concatenate(target_losses).sum(), sum(map(len, target_losses))
     assert count < 64
     np.testing.assert_allclose(loss, total / count, rtol=1e-10)
     np.testing.assert_allclose(sums, [total, count], rtol=1e-10)
@@ -79,6 +79,6 @@ def test_answers_at_places_equal_losses_and_accuracy_of_full_pass(model):
             for batch in (whole, whole._replace(places=places))
         ]
 
-    expected, found = both(params)
+    expected, actual = both(params)
     assert expected[1][1] == 3 and (expected[0][0] > 0)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, expected)

@@ -51,8 +51,8 @@ def recall(
     rewritten = most - number + (again * number).astype(jnp.int32)
     more = jnp.stack([jnp.take_along_axis(keys, rewritten, axis=1), values[:, most:]], axis=2)
     # The last value that is written to each key: from its first pair, or from a later pair.
-    of_key = rewritten[:, :, None] == jnp.arange(most)
-    last = jnp.where(of_key, most + jnp.arange(rewrites)[:, None], 0).max(axis=1, initial=0)
+    writes_key = rewritten[:, :, None] == jnp.arange(most)
+    last = jnp.where(writes_key, most + jnp.arange(rewrites)[:, None], 0).max(axis=1, initial=0)
     last = jnp.maximum(last, jnp.arange(most))
     # Sorted by random numbers with blank pairs last, the first `number` are the shown pairs in random order.
     order = jnp.argsort(drawn[:, 2 * half : -1] + blank, axis=1)

@@ -65,7 +65,7 @@ def inductions(
     slots = jax.random.uniform(place_key, (batch_size, (length - triggers) // 2))  # each for a trigger and its answer
     at = 2 * jnp.argsort(slots, axis=1)[:, :triggers]
     rows = jnp.arange(batch_size)[:, None]
-    asked = jnp.argsort(jax.random.uniform(order_key, (batch_size, triggers)), axis=1).astype(jnp.int32)
-    answers = jnp.take_along_axis(tokens, jnp.take_along_axis(at, asked, axis=1) + 1, axis=1)
+    queried = jnp.argsort(jax.random.uniform(order_key, (batch_size, triggers)), axis=1).astype(jnp.int32)
+    answers = jnp.take_along_axis(tokens, jnp.take_along_axis(at, queried, axis=1) + 1, axis=1)
     tokens = tokens.at[rows, at].set(jnp.arange(triggers, dtype=jnp.int32))
-    return Inductions(tokens.at[:, length - triggers :].set(asked), answers)
+    return Inductions(tokens.at[:, length - triggers :].set(queried), answers)

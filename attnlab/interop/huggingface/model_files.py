@@ -66,7 +66,7 @@ def read_config(path: Path) -> dict:
 
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
     """Map the tensors of a safetensors file, or of the files in a folder's index, into memory."""
-    library, found = extras.require("safetensors", "hf", str(path)), {}
+    library, tensors = extras.require("safetensors", "hf", str(path)), {}
     for file, names in weight_files(path).items():
         if not file.is_file():  # a pipe would wait for its writer
             raise UserError(f"{file} is missing: only safetensors files can be read")
@@ -77,8 +77,8 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
         stored = set(opened.keys())
         if absent := sorted(set(names or ()) - stored):
             raise UserError(f"{file} has no tensor {absent[0]}, which {INDEX} says it holds: download both again")
-        found |= {name: StoredTensor(opened.get_slice(name), f"{file}: {name}") for name in names or sorted(stored)}
-    return found
+        tensors |= {name: StoredTensor(opened.get_slice(name), f"{file}: {name}") for name in names or sorted(stored)}
+    return tensors
 
 
 def weight_files(path: Path) -> dict[Path, list[str] | None]:
@@ -90,17 +90,17 @@ def weight_files(path: Path) -> dict[Path, list[str] | None]:
     index = path / INDEX
     if not path.is_dir() or not index.exists():
         return {path / WEIGHTS if path.is_dir() else path: None}
-    found = {}
+    shards = {}
     try:
         for tensor, name in files.read_json(index)["weight_map"].items():
             if not _SHARD.fullmatch(name):
                 raise ValueError(f"it names the file {name!r}")
-            found.setdefault(path / name, []).append(tensor)
+            shards.setdefault(path / name, []).append(tensor)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is not an index of tensors ({error}): restore it") from error
-    if (other := path / WEIGHTS) not in found and other.exists():  # transformers would read this file
+    if (other := path / WEIGHTS) not in shards and other.exists():  # transformers would read this file
         raise UserError(f"{path} has both {WEIGHTS} and {INDEX}, which does not name it: remove the older one")
-    return found
+    return shards
 
 
 def write_tensors(

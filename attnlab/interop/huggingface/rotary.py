@@ -47,10 +47,10 @@ def read_two(hf: ConfigReader) -> tuple[Rotary, Rotary]:
     if hf.get("rope_parameters") and not any(map(both.get, (GLOBAL, LOCAL))):
         raise hf.error("rope_parameters", f"an object with {GLOBAL} and {LOCAL}")
     base, local_base = hf.get("rope_theta", 1e6), hf.get("rope_local_base_freq", 10_000.0)
-    of_global, of_local = both.within(GLOBAL, {"rope_theta": base}), both.within(LOCAL, {"rope_theta": local_base})
+    global_hf, local_hf = both.within(GLOBAL, {"rope_theta": base}), both.within(LOCAL, {"rope_theta": local_base})
     if hf.get("rope_scaling"):  # in older files, for global layers only
-        of_global = hf.within("rope_scaling", {"rope_theta": base} | (both.get(GLOBAL) or {}))
-    rotary, local = _rotary(hf, of_global), _rotary(hf, of_local)
+        global_hf = hf.within("rope_scaling", {"rope_theta": base} | (both.get(GLOBAL) or {}))
+    rotary, local = _rotary(hf, global_hf), _rotary(hf, local_hf)
     if local.scaling != "none":
         raise both.error(LOCAL, "no scaling in layers with a sliding window")
     return rotary, local

@@ -118,17 +118,17 @@ def table(
     `interleaved` says that rotary positions rotate pairs of neighbours; `options` are as for `tensors.named`.
     """
     named = functools.partial(tensors.named, shapes, **options)
-    found = [*named(prefix, "", names.top), *named("", "", {"lm_head": "output"})]
-    made = {id(layer): layer.make(config) for layer in config.used}
+    entries = [*named(prefix, "", names.top), *named("", "", {"lm_head": "output"})]
+    modules = {id(layer): layer.make(config) for layer in config.used}
     for number in range(config.num_layers):
         name, path, layer = f"{prefix}{names.blocks}.{number}.", f"block_{number}/", config.layer(number)
-        (part, lines), module = names.layers[kind_of(layer)], made[id(layer)]
+        (part, lines), module = names.layers[kind_of(layer)], modules[id(layer)]
         lines = lines(module) if callable(lines) else lines
         details = {"groups": getattr(module, "num_heads", 1), "details": _details(module, interleaved)}
-        found += named(name, path, names.norms[config.norm_of(number)])
-        found += named(f"{name}{names.mlp[0]}.", f"{path}mlp/", names.mlp[1])
-        found += named(f"{name}{part}.", f"{path}attention/", lines, **details)
-    return found
+        entries += named(name, path, names.norms[config.norm_of(number)])
+        entries += named(f"{name}{names.mlp[0]}.", f"{path}mlp/", names.mlp[1])
+        entries += named(f"{name}{part}.", f"{path}attention/", lines, **details)
+    return entries
 
 
 def _details(layer: Layer, interleaved: bool) -> dict[str, dict[str, Any]]:

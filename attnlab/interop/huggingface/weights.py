@@ -118,14 +118,14 @@ def _table(model: GPT, family: str, shapes, prefix=None, transposed: bool = Fals
 def _renamed(state: Mapping, names: Mapping[str, str]) -> Mapping:
     """Rename a file's state dict as in transformers' modules; `names` as in `Names.file_parts`."""
     order = list(names)
-    found = {}
+    sources = {}
     for key in state:
         parts = key.split(".")
         place = next((order.index(part) for part in parts if part in names), 0)
-        found.setdefault(".".join(names.get(part, part) for part in parts), []).append((place, key))
+        sources.setdefault(".".join(names.get(part, part) for part in parts), []).append((place, key))
     return {
         key: state[keys[0][1]] if len(keys) == 1 else _joined([state[old] for _, old in sorted(keys)], key)
-        for key, keys in found.items()
+        for key, keys in sources.items()
     }
 
 

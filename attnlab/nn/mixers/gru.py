@@ -95,18 +95,18 @@ def _backward(residuals, cotangents):
     """Recompute the gates of all tokens at once; the kernel's gradient is one product after the loop."""
     inputs, kernel, bias, previous, begins, inside = residuals
     d_out, d_last = cotangents
-    r, z, n, of_n = _gates(inputs, _product(previous, kernel), bias)
+    r, z, n, hidden_n = _gates(inputs, _product(previous, kernel), bias)
 
     def step(d_state, token):
-        d_out, (r, z, n, of_n, previous), begins, inside = token
+        d_out, (r, z, n, hidden_n, previous), begins, inside = token
         d_out = d_out + (d_state if inside is None else jnp.where(inside, d_state, 0))
         d_n = d_out * (1 - z) * (1 - n * n)
-        d_r, d_z = d_n * of_n * r * (1 - r), d_out * (previous - n) * z * (1 - z)
+        d_r, d_z = d_n * hidden_n * r * (1 - r), d_out * (previous - n) * z * (1 - z)
         d_hidden = jnp.concatenate([d_r, d_z, d_n * r], axis=-1)
         d_previous = d_out * z + _product(d_hidden, kernel.T) + (0 if inside is None else jnp.where(inside, 0, d_state))
         return d_previous if begins is None else jnp.where(begins, 0, d_previous), (d_r, d_z, d_n, d_hidden)
 
-    tokens = (d_out, (r, z, n, of_n, previous), begins, inside)
+    tokens = (d_out, (r, z, n, hidden_n, previous), begins, inside)
     d_state, (*d_inputs, d_hidden) = jax.lax.scan(step, d_last, tokens, reverse=True)
     operands = (y.astype(kernel.dtype) for y in (previous, d_hidden))
     d_kernel = jnp.einsum("tbi,tbj->ij", *operands, preferred_element_type=previous.dtype)

@@ -62,22 +62,22 @@ class CausalMixer(Layer):
             if getattr(self, "dtype", None) is None:  # float64 for float64 inputs
                 wide = jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, x.dtype)), state[:2])
                 state = MixerState(*wide, state.length)
-        found = self._checked(self.mix(x, state, context), x)
+        result = self._checked(self.mix(x, state, context), x)
         if cache is None:
-            return found._replace(cache=None)
+            return result._replace(cache=None)
         length = state.length + (x.shape[1] if context.lengths is None else context.lengths)
-        return found._replace(cache=found.cache._replace(length=length))
+        return result._replace(cache=result.cache._replace(length=length))
 
-    def _checked(self, found, x) -> LayerOut:
+    def _checked(self, result, x) -> LayerOut:
         """Check and return the result of `mix`; ValueError for a wrong type or wrong output shape."""
-        if not isinstance(found, LayerOut):
-            shown = f"a {type(found).__name__}"
-        elif not isinstance(found.cache, MixerState):
-            shown = f"a cache of type {type(found.cache).__name__}"
-        elif jnp.shape(found.out)[:-1] != x.shape[:2]:
-            shown = f"outputs {list(jnp.shape(found.out))}"
+        if not isinstance(result, LayerOut):
+            shown = f"a {type(result).__name__}"
+        elif not isinstance(result.cache, MixerState):
+            shown = f"a cache of type {type(result.cache).__name__}"
+        elif jnp.shape(result.out)[:-1] != x.shape[:2]:
+            shown = f"outputs {list(jnp.shape(result.out))}"
         else:
-            return found
+            return result
         expected = f"LayerOut(outputs {[*x.shape[:2], 'd']}, MixerState(…))"
         raise ValueError(f"{type(self).__name__}.mix returned {shown}: expected {expected}")
 

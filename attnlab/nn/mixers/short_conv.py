@@ -69,11 +69,11 @@ def convolve(projections: dict[str, Array], width: int, before: dict[str, Array]
     """
     if not width:
         return projections, None
-    convolved, kept = {}, {}
+    convolved, last_inputs = {}, {}
     for name, y in projections.items():
         conv = ShortConv(width, dtype=dtype, name=f"{name}_conv")
-        convolved[name], kept[name] = conv(y, before and before[name], context.segments, context.lengths)
-    return convolved, kept
+        convolved[name], last_inputs[name] = conv(y, before and before[name], context.segments, context.lengths)
+    return convolved, last_inputs
 
 
 def inputs_before(sizes: dict[str, tuple[int, ...]], width: int, batch: int, dtype) -> dict[str, Array] | None:

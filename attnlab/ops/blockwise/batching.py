@@ -50,8 +50,8 @@ def batched_explicitly(run_pass):
 
         @custom_vmap
         def unmapped(*operands):
-            of_plan = functools.partial(run_pass, plan)
-            return (stacks.moved_as_integers(of_plan) if as_integers else of_plan)(*operands)
+            run_plan = functools.partial(run_pass, plan)
+            return (stacks.moved_as_integers(run_plan) if as_integers else run_plan)(*operands)
 
         @unmapped.def_vmap
         def mapped(axis_size, is_batched, *operands):

@@ -57,11 +57,11 @@ def _visit(plan: TilePlan, order: tuple, row, size: int, tile: Callable, state):
     return state
 
 
-def _order(plan: TilePlan, block_mask: Array, *, of_keys: bool = False) -> tuple:
+def _order(plan: TilePlan, block_mask: Array, *, by_column: bool = False) -> tuple:
     """The tiles of each row, or of each column, of the block mask, in the form that `_visit` takes."""
     if plan.tiles is not None:
-        return tuple(zip(*plan.tiles)) if of_keys else plan.tiles
-    return visit_order(block_mask.T if of_keys else block_mask)
+        return tuple(zip(*plan.tiles)) if by_column else plan.tiles
+    return visit_order(block_mask.T if by_column else block_mask)
 
 
 def _with_bias_tile(call: AttentionCall, rows: Range, columns: Range) -> AttentionCall:
@@ -221,7 +221,7 @@ def _backward(
     d_learned = jax.tree.map(lambda x: jnp.zeros(x.shape, _accumulator_type(x)), learned)
     dq = jnp.zeros_like(queries[0].mT, _accumulator_type(call.q))
     state = varying_like(call.q, (*map(jnp.zeros_like, keys), dq, d_learned))
-    order = _order(plan, block_mask, of_keys=True)
+    order = _order(plan, block_mask, by_column=True)
     key_block = functools.partial(_backward_key_block, plan, call, queries, keys, order)
     if plan.tiles is None:
         state = lax.fori_loop(0, block_mask.shape[1], key_block, state)

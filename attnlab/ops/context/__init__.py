@@ -120,9 +120,9 @@ def current(q: Array, k: Array) -> ShardedCall | None:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
     manual = [name for name in named if kinds[name] == AxisType.Manual]
     if manual and manual != named:
-        of_map, others = (", ".join(map(repr, names)) for names in (manual, [x for x in named if x not in manual]))
+        mapped, others = (", ".join(map(repr, names)) for names in (manual, [x for x in named if x not in manual]))
         raise ValueError(
-            f"context_parallel names {of_map}, which the shard_map around the call has, and {others}, which it lacks: "
+            f"context_parallel names {mapped}, which the shard_map around the call has, and {others}, which it lacks: "
             "use one shard_map over all of them, or none"
         )
     is_manual = bool(manual)

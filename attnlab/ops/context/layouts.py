@@ -55,7 +55,7 @@ def choose(
     tiles = _tiles_of_chunks(mask, lengths, layouts[-1].size, where)
     mean = max(tiles.sum() / n, 1)
     by_device = [tiles.reshape(n, -1).sum(axis=1), *(tiles[chunks].sum(axis=1) for chunks in layouts[1:])]
-    imbalances = [float(of_devices.max() / mean) for of_devices in by_device]
+    imbalances = [float(device_tiles.max() / mean) for device_tiles in by_device]
     best = 0 if imbalances[0] <= _MOST_IMBALANCE else int(np.argmin(imbalances))
     if block_sizes is None:
         (q_size, kv_size), _ = schedule(mask, *lengths, costs=costs, **where)
@@ -89,5 +89,5 @@ def _tiles_of_chunks(mask, lengths, count: int, where) -> Int[np.ndarray, " coun
 
 def _divisor(size: int, most: int) -> int:
     """The largest divisor of `size` that is at most `most`, or `size` itself if that divisor is small."""
-    found = max(d for d in range(1, min(size, most) + 1) if size % d == 0)
-    return found if found >= min(size, 16) else size
+    divisor = max(d for d in range(1, min(size, most) + 1) if size % d == 0)
+    return divisor if divisor >= min(size, 16) else size

@@ -96,7 +96,7 @@ def _attend(call: AttentionCall, interpret) -> Result:
     from attnlab.ops.mosaic import passes  # Pallas is a large package, useless except on GPUs
     from attnlab.ops.mosaic.kernels import KernelPlan
 
-    (mask, of_mask), (mod, of_mod) = programs.mask_program(call), programs.mod_program(call)
+    (mask, mask_arrays), (mod, mod_arrays) = programs.mask_program(call), programs.mod_program(call)
     # A mod's operand along keys has a gradient for each query head, so each query head gets its own keys.
     is_apart = mod is not None and any(x.is_learned and x.along == "keys" for x in mod.operands)
     lists = _lists(call, call.num_heads if is_apart else call.k.shape[-2])
@@ -107,7 +107,7 @@ def _attend(call: AttentionCall, interpret) -> Result:
     plan = KernelPlan(mask, mod, scale, 1 if is_apart else group, call.sinks is not None, interpret)
     sinks = jnp.zeros(call.num_heads) if call.sinks is None else call.sinks
     sinks = sinks.astype(jnp.float32).reshape(*(1,) * len(call.batch), -1)
-    fixed, learned = [*of_mask, *of_mod], [of_mod[n] for n in plan.learned]
+    fixed, learned = [*mask_arrays, *mod_arrays], [mod_arrays[n] for n in plan.learned]
 
     def run(q, k, v, others):
         batch = q.shape[:-3]
@@ -131,12 +131,12 @@ def _lists(call: AttentionCall, kv_heads: int) -> tuple:
     numbers of FULL tiles and of tiles that are not EMPTY, `[..., n, 2]`."""
     kinds = block_masks(call.mask, call.lengths, (TILE, TILE), **call.coordinates)
     kinds = kinds.reshape(*(1,) * (len(call.batch) + 3 - kinds.ndim), *kinds.shape) if call.batch else kinds[0]
-    of_keys = kinds.swapaxes(-1, -2)
-    if of_keys.shape[-3] > kv_heads:  # tiles that any query head of a key head visits
-        of_keys = of_keys.reshape(*of_keys.shape[:-3], kv_heads, -1, *of_keys.shape[-2:])
-        is_empty, is_full = (of_keys == EMPTY).all(-3), (of_keys == FULL).all(-3)
-        of_keys = jnp.where(is_empty, EMPTY, jnp.where(is_full, FULL, PARTIAL))
+    key_kinds = kinds.swapaxes(-1, -2)
+    if key_kinds.shape[-3] > kv_heads:  # tiles that any query head of a key head visits
+        key_kinds = key_kinds.reshape(*key_kinds.shape[:-3], kv_heads, -1, *key_kinds.shape[-2:])
+        is_empty, is_full = (key_kinds == EMPTY).all(-3), (key_kinds == FULL).all(-3)
+        key_kinds = jnp.where(is_empty, EMPTY, jnp.where(is_full, FULL, PARTIAL))
     return tuple(
         (jnp.asarray(columns, jnp.int32), jnp.stack([full, visited], -1).astype(jnp.int32))
-        for columns, full, visited in map(visit_order, (kinds, of_keys))
+        for columns, full, visited in map(visit_order, (kinds, key_kinds))
     )

@@ -480,13 +480,13 @@ def backward_keys(plan: KernelPlan, q, k, v, do, m, delta, lists, operands):
                 s, pull = tile.modified_with_pullback(s)
                 p = tile.masked(plan.power(s, across(m_smem)), 0.0, is_partial)
                 mg.barrier_wait(do_in.at[slot])
-                of_values = (v_smem.at[me], do_smem.at[slot].transpose((1, 0)))
+                dp_operands = (v_smem.at[me], do_smem.at[slot].transpose((1, 0)))
                 if plan.interpret is not None:
                     [dv] = _accumulated(plan, (dv, p.astype(q.dtype), do_smem.at[slot]))
-                    dp = _product(*of_values, shape)
+                    dp = _product(*dp_operands, shape)
                 else:
                     zeros = _full(shape, 0.0)
-                    dv, dp = _accumulated(plan, (dv, p.astype(q.dtype), do_smem.at[slot]), (zeros, *of_values))
+                    dv, dp = _accumulated(plan, (dv, p.astype(q.dtype), do_smem.at[slot]), (zeros, *dp_operands))
                 ds, d_sums = tile.pulled(pull, p * (dp - across(delta_smem)), at, is_partial)
                 mg.barrier_arrive(do_out.at[slot])
                 [dk] = _accumulated(plan, (dk, ds.astype(q.dtype), q_smem.at[slot]))

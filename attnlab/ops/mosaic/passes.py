@@ -14,20 +14,20 @@ from attnlab.ops.mosaic.programs import LOG2E
 from attnlab.types import Array
 
 
-def _mapped(plan: KernelPlan, run: Callable, of_batch: tuple, others: tuple):
-    """Call run(plan, *of_batch, *others) with a `vmap` rule that merges the mapped axis into the batch.
+def _mapped(plan: KernelPlan, run: Callable, batched: tuple, others: tuple):
+    """Call run(plan, *batched, *others) with a `vmap` rule that merges the mapped axis into the batch.
 
     Args:
-      of_batch: arrays with an entry for each example; the first axis of `others` may be 1.
+      batched: arrays with an entry for each example; the first axis of `others` may be 1.
     """
 
     @custom_vmap
-    def unmapped(of_batch, others):
-        return run(plan, *of_batch, *others)
+    def unmapped(batched, others):
+        return run(plan, *batched, *others)
 
     @unmapped.def_vmap
-    def mapped(size, is_batched, of_batch, others):
-        batch = of_batch[0].shape[int(is_batched[0][0])]
+    def mapped(size, is_batched, batched, others):
+        batch = batched[0].shape[int(is_batched[0][0])]
 
         def joined(x, is_mapped, is_whole):
             if not is_mapped and x.shape[0] == 1 and not is_whole:
@@ -37,11 +37,11 @@ def _mapped(plan: KernelPlan, run: Callable, of_batch: tuple, others: tuple):
 
         whole = functools.partial(jax.tree.map, functools.partial(joined, is_whole=True))
         shared = functools.partial(jax.tree.map, functools.partial(joined, is_whole=False))
-        results = _mapped(plan, run, whole(of_batch, is_batched[0]), shared(others, is_batched[1]))
+        results = _mapped(plan, run, whole(batched, is_batched[0]), shared(others, is_batched[1]))
         results = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 
-    return unmapped(of_batch, others)
+    return unmapped(batched, others)
 
 
 def _refuse(*_):
@@ -96,9 +96,9 @@ def _attention_backward(plan, residuals, cotangents):
     delta = (d_out * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
     delta = (delta - jnp.where(total > 0, d_log_sum, 0)) * inverse
     d_out = (d_out * inverse.swapaxes(1, 2)[..., None]).astype(q.dtype)
-    operands, of_batch = _operands(plan, learned, fixed), (q, k, v, d_out, m, delta)
-    dq, sums_q = _once(plan, kernels.backward_queries, of_batch, (lists[0], operands))
-    dk, dv, sums_k = _once(plan, kernels.backward_keys, of_batch, (lists[1], operands))
+    operands, batched = _operands(plan, learned, fixed), (q, k, v, d_out, m, delta)
+    dq, sums_q = _once(plan, kernels.backward_queries, batched, (lists[0], operands))
+    dk, dv, sums_k = _once(plan, kernels.backward_keys, batched, (lists[1], operands))
     sums = dict(zip(plan.learned_of(keys=False), sums_q)) | dict(zip(plan.learned_of(keys=True), sums_k))
     d_learned = [_like(sums[n], x) for n, x in zip(plan.learned, learned)]
     d_sinks = jnp.zeros_like(sinks)

@@ -329,12 +329,12 @@ def _recorded(function: Callable, call: AttentionCall, scores: bool = False) -> 
 
     places = [jnp.int32, jnp.int32, *[jnp.float32] * scores]
     try:  # a user-defined function may raise anything on a tile of all points at once
-        _, found = on_tile((ROWS, ROWS), None, *(jnp.zeros((ROWS, ROWS), dtype) for dtype in places))
+        _, recorded = on_tile((ROWS, ROWS), None, *(jnp.zeros((ROWS, ROWS), dtype) for dtype in places))
     except RefusedError:
         raise
     except Exception as error:
         raise RefusedError(f"a function is not elementwise: {str(error).partition(chr(10))[0]}") from error
-    arrays = [array for array, *_ in found]
+    arrays = [array for array, *_ in recorded]
 
     @functools.cache
     def trace(shape):
@@ -348,7 +348,7 @@ def _recorded(function: Callable, call: AttentionCall, scores: bool = False) -> 
 
     trace((ROWS, ROWS))
     is_learned = [scores and bool(jnp.issubdtype(x.dtype, jnp.floating)) for x in arrays]
-    operands = (Operand(along, rows, learned) for (_, along, rows), learned in zip(found, is_learned))
+    operands = (Operand(along, rows, learned) for (_, along, rows), learned in zip(recorded, is_learned))
     return Program(trace, tuple(operands)), arrays
 
 

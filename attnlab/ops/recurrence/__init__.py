@@ -103,9 +103,9 @@ def linear_recurrence(
 def _specs(v, return_state, spec: tuple):
     """Specs of the output and of states for queries split by `spec`; states are split like the heads of v."""
     *batch, length, heads = spec[:-1]
-    out, of_states = P(*batch, length, heads, None), (jax.typeof(v).sharding.spec + (None,) * v.ndim)[v.ndim - 2]
+    out, state_heads = P(*batch, length, heads, None), (jax.typeof(v).sharding.spec + (None,) * v.ndim)[v.ndim - 2]
     by_segment = (None,) if return_state == "segments" else ()
-    return (out, P(*batch, *by_segment, of_states, None, None)) if return_state else out
+    return (out, P(*batch, *by_segment, state_heads, None, None)) if return_state else out
 
 
 def _recur(q, k, v, g, beta, erase, scale, segment_ids, lengths, state, *, impl, chunk_size, return_state):

@@ -26,13 +26,13 @@ def scores(rows: Array, columns: Array, g: Array, operand: DType | None = None) 
     """
     each = functools.partial(product, "...rtk,...jk->...rtj", operand=operand)
     size, sets = g.shape[-2], columns.shape[-2] // g.shape[-2]
-    found = jnp.where(np.tile(np.eye(size, dtype=bool), sets), each(rows, columns), 0)
+    total = jnp.where(np.tile(np.eye(size, dtype=bool), sets), each(rows, columns), 0)
     # Level by level: on CPUs XLA's sums over an axis of levels, or over slices of it, take longer than all the rest.
     for spans, pairs in _levels(size):
         decay = jnp.exp(over(spans, g))
-        of_columns = columns * jnp.concatenate([decay] * sets, axis=-2)
-        found += jnp.where(np.tile(pairs, sets), each(rows * decay[..., None, :, :], of_columns), 0)
-    return found
+        decayed_columns = columns * jnp.concatenate([decay] * sets, axis=-2)
+        total += jnp.where(np.tile(pairs, sets), each(rows * decay[..., None, :, :], decayed_columns), 0)
+    return total
 
 
 def _levels(size: int):

@@ -21,7 +21,7 @@ def over_devices(run: Callable, call: ShardedCall, terms: Terms, state, size: in
     """Return (outputs `[..., T, H, G, V]`, last state `[..., H, K, V]`) of the whole call or of a shard, by `run`."""
     axis = call.context.axis
 
-    def of_shard(terms, state):
+    def run_shard(terms, state):
         maps = lax.all_gather(chunked.summary(run, terms, size), axis)
         mine = begin = state
         for device in range(call.devices):
@@ -31,14 +31,14 @@ def over_devices(run: Callable, call: ShardedCall, terms: Terms, state, size: in
         return run(terms, mine, size)[0], begin
 
     if call.is_manual:
-        return of_shard(terms, state)
+        return run_shard(terms, state)
     batch, heads = call.splits.batch, call.splits.heads
 
     def spec(x):
         return P(*batch, axis, *((heads,) if x.ndim > len(batch) + 1 else ()))
 
     specs = jax.tree.map(spec, terms), P(*batch, heads)
-    return in_shards(of_shard, terms.v, (terms, state), specs, (P(*batch, axis, heads), P(*batch, heads)))
+    return in_shards(run_shard, terms.v, (terms, state), specs, (P(*batch, axis, heads), P(*batch, heads)))
 
 
 def index(call: ShardedCall):

@@ -166,8 +166,8 @@ def _forward(operand, members, k, u, w, a, state):
         both, _ = lax.scan(lambda both, chunk: (step(both, chunk)[0], None), both, chunks)
         maps = both[..., :features]
         starts = _starts(maps, both[..., features:], state)
-    last, of_chunks = lax.scan(step, starts, chunks)
-    entering, x = jax.tree.map(_flat, of_chunks)
+    last, chunk_results = lax.scan(step, starts, chunks)
+    entering, x = jax.tree.map(_flat, chunk_results)
     return (entering, x, last[-1]), (k, w, a, maps, entering, x)
 
 
@@ -193,8 +193,8 @@ def _backward(operand, members, residuals, cotangents):
             nothing = jnp.zeros((len(maps), *d_last.shape), d_last.dtype)
             added, _ = lax.scan(lambda d, chunk: (step(d, chunk)[0], None), nothing, chunks, reverse=True)
             ends = _starts(maps.mT, added, d_last, reverse=True)
-        d_states, of_chunks = lax.scan(step, ends, chunks, reverse=True)
-        d_state, (d_after, d_x) = d_states[0], jax.tree.map(_flat, of_chunks)
+        d_states, chunk_results = lax.scan(step, ends, chunks, reverse=True)
+        d_state, (d_after, d_x) = d_states[0], jax.tree.map(_flat, chunk_results)
     d_k = product("...nv,...kv->...nk", x, d_after, operand)
     d_w = None if w is None else product("...nv,...kv->...nk", d_x, entering, operand)
     d_a = None

@@ -35,10 +35,10 @@ def _forward(spec, operand, x, y):
 
 
 def _backward(spec, operand, residuals, g):
-    of_x, of_y, of_out = spec.replace("->", ",").split(",")
+    x_axes, y_axes, out_axes = spec.replace("->", ",").split(",")
     x, y = residuals
-    d_x = product(f"{of_out},{of_y}->{of_x}", g, y, operand)
-    d_y = product(f"{of_out},{of_x}->{of_y}", g, x, operand)
+    d_x = product(f"{out_axes},{y_axes}->{x_axes}", g, y, operand)
+    d_y = product(f"{out_axes},{x_axes}->{y_axes}", g, x, operand)
     return d_x.astype(x.dtype), d_y.astype(y.dtype)
 
 

@@ -34,12 +34,12 @@ def states(terms: Terms, segment_ids, lengths, entering, size: int):
     at = chunk[..., None] * size + np.arange(size)
     rows = np.arange(len(ends))[:, None]
 
-    def of_chunk(x):
+    def gather(x):
         x = x.reshape(len(ends), *x.shape[len(batch) :])
         return x[rows[..., None], np.minimum(at, length - 1)]
 
     entering = entering.reshape(len(entering), len(ends), *entering.shape[len(batch) + 1 :])
-    cut = within_lengths(jax.tree.map(of_chunk, terms), ends - chunk * size + 1, 0)
+    cut = within_lengths(jax.tree.map(gather, terms), ends - chunk * size + 1, 0)
     _, after, _ = chunked.run(cut, entering[chunk, rows], size)
     # An end of −1 marks a missing segment.
     first = np.pad(ends + 1, ((0, 0), (1, 0)))[:, :-1]
@@ -53,7 +53,7 @@ def _ends(ids):
     last = np.ones(ids.shape, bool)
     last[:, :-1] = ids[:, 1:] != ids[:, :-1]
     ends = np.full((len(ids), last.sum(axis=1).max(initial=1)), -1)
-    for row, of_row in zip(ends, last):
-        found = np.flatnonzero(of_row)
-        row[: len(found)] = found
+    for row, is_last in zip(ends, last):
+        positions = np.flatnonzero(is_last)
+        row[: len(positions)] = positions
     return ends

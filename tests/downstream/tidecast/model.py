@@ -32,8 +32,8 @@ class Forecaster(nn.Module):
         ]
         self.norm = nn.LayerNorm()
         self.cross = MultiHeadAttention(self.num_heads, qk_norm=True)
-        own = MultiHeadAttention(self.num_heads, kv_heads=self.kv_heads, rotary=1_000.0, mask=Causal())
-        self.decoder = Block(own, Mlp(2 * self.width))
+        self_attention = MultiHeadAttention(self.num_heads, kv_heads=self.kv_heads, rotary=1_000.0, mask=Causal())
+        self.decoder = Block(self_attention, Mlp(2 * self.width))
         self.out = nn.Dense(1)
 
     def encode(self, history, lengths):

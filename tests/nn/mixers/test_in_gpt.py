@@ -33,8 +33,8 @@ SIZES = {"vocab_size": 11, "num_layers": 2, "num_heads": 2, "width": 16, "contex
 )
 def test_state_sizes_match_the_papers(kind, state, conv):
     cache, _ = jax.eval_shape(lambda: GPT.of(**SIZES, layers=kind).init_caches(batch=1, capacity=12))
-    found = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in (cache.state, cache.conv)]
-    assert found == [state, conv]
+    sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in (cache.state, cache.conv)]
+    assert sizes == [state, conv]
 
 
 def layer(kind, **options):

@@ -84,7 +84,7 @@ class Odd(CausalConv):
 
 
 @pytest.mark.parametrize(
-    "result, found",
+    "result, text",
     [
         (lambda x: (x, None), "a tuple"),
         (LayerOut, "a cache of type NoneType"),
@@ -92,6 +92,6 @@ class Odd(CausalConv):
     ],
     ids=["pair", "stateless", "shape"],
 )
-def test_mix_with_invalid_result_raises_one_line(own_errors, result, found):
-    with pytest.raises(ValueError, match=rf"Odd.mix returned {found}: expected LayerOut\(outputs \[2, 12, 'd'\], Mix"):
+def test_mix_with_invalid_result_raises_one_line(own_errors, result, text):
+    with pytest.raises(ValueError, match=rf"Odd.mix returned {text}: expected LayerOut\(outputs \[2, 12, 'd'\], Mix"):
         jax.eval_shape(Odd(result=result).init, jax.random.key(0), X)

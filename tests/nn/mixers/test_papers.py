@@ -83,12 +83,12 @@ def test_layer_in_padded_chunks_and_packed_equals_paper_in_float64(float64, name
         packed = module.apply(variables, X[:, : sum(DOCUMENTS)], segments=segments)
         return jnp.concatenate([first[:, :FIRST], second], axis=1), cache.length, packed[0]
 
-    found, length, packed = run(variables, cache)
+    out, length, packed = run(variables, cache)
     assert length.tolist() == [37, 37]
     p = by_path(variables)
     expected = np.stack([paper(x, p) for x in X])
     # 37 tokens with errors of about 1e-15 each, which the norms amplify.
-    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-12)
     alone = [paper(x, p) for x in np.split(X[0, : sum(DOCUMENTS)], np.cumsum(DOCUMENTS)[:-1])]
     np.testing.assert_allclose(packed, np.concatenate(alone), rtol=1e-10, atol=1e-12)
 
@@ -100,7 +100,7 @@ def test_layer_gradient_equals_finite_differences_of_its_paper(float64, name):
     direction = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape), (variables, X))
     weights = rng.standard_normal(jax.eval_shape(module.apply, variables, X).shape)
     slopes = jax.jit(jax.grad(lambda both: (module.apply(*both) * weights).sum()))((variables, X))
-    found = sum((a * b).sum() for a, b in zip(jax.tree.leaves(slopes), jax.tree.leaves(direction)))
+    derivative = sum((a * b).sum() for a, b in zip(jax.tree.leaves(slopes), jax.tree.leaves(direction)))
 
     def loss(step):
         moved, x = jax.tree.map(lambda a, b: a + step * b, (variables, X), direction)
@@ -108,7 +108,7 @@ def test_layer_gradient_equals_finite_differences_of_its_paper(float64, name):
 
     near, far = (loss(step) - loss(-step) for step in (1e-5, 2e-5))
     # The error of these differences grows with step⁴ and with 1e-14 / step.
-    np.testing.assert_allclose(found, (8 * near - far) / 12e-5, rtol=1e-6)
+    np.testing.assert_allclose(derivative, (8 * near - far) / 12e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_layer_gradient_equals_finite_differences_of_its_paper(float64, name):
 def test_layer_with_a_number_equals_its_paper_in_float64(float64, module, paper):
     x, context = X[:, :9], nn.Context(layer=2)
     variables = parameters(module, x)
-    found = jax.jit(lambda variables: module.apply(variables, x, context, method="forward").out)(variables)
+    out = jax.jit(lambda variables: module.apply(variables, x, context, method="forward").out)(variables)
     expected = np.stack([paper(row, by_path(variables), layer=2) for row in x])
-    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("width, features", [(1, (3,)), (4, (2, 3))])

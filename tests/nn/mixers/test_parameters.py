@@ -90,8 +90,8 @@ def initial(module, x):
 def test_parameters_have_the_names_and_shapes_of_the_paper(name):
     module, expected = SHAPES[name]
     params = by_path(jax.eval_shape(module.init, jax.random.key(0), X)["params"])
-    found = {f"{path} {'×'.join(map(str, leaf.shape))}" for path, leaf in params.items()}
-    assert found == set(expected.split(", "))
+    shapes = {f"{path} {'×'.join(map(str, leaf.shape))}" for path, leaf in params.items()}
+    assert shapes == set(expected.split(", "))
     assert {leaf.dtype for leaf in params.values()} == {np.dtype("float32")}
 
 
@@ -151,11 +151,11 @@ def test_muon_updates_feature_matrices_and_weight_decay_only_kernels(kind, left)
     mixing = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]["block_1"]["attention"]
     for path, is_decayed in by_path(decayed(mixing)).items():
         assert is_decayed == path.endswith("kernel"), path
-    found = matrices_of(model, tokens)
-    others = {path for path in by_path(mixing) if f"block_1/attention/{path}" not in found}
+    matrices = matrices_of(model, tokens)
+    others = {path for path in by_path(mixing) if f"block_1/attention/{path}" not in matrices}
     assert " ".join(sorted(x for x in others if not re.search("(^|/)(bias|scale)$", x))) == left.strip("-")
-    assert {f"block_1/mlp/{name}/kernel" for name in ("up", "down")} <= set(found)
-    assert {path.split("/")[0] for path in found} == {"block_0", "block_1"}
+    assert {f"block_1/mlp/{name}/kernel" for name in ("up", "down")} <= set(matrices)
+    assert {path.split("/")[0] for path in matrices} == {"block_0", "block_1"}
 
 
 def test_parameter_lists_cover_every_kind():
@@ -180,14 +180,14 @@ def test_gru_gradients_equal_flax_when_packed_or_padded(float64):
     def loss(outs, state):
         return sum((out**2).sum() for out in outs) + (state**3).sum()
 
-    def of_ours(params, x):
+    def our_loss(params, x):
         packed = ours.apply(params, x, segments=np.array([[0] * 4 + [1] * 3] * 2))
         out, cache = ours.apply(params, x, cache=ours.init_cache(2, 3), lengths=np.array([5, 5]))
         return loss((packed, out[:, :5]), cache.state)
 
-    def of_theirs(params, x):
+    def their_loss(params, x):
         (_, first), (_, second), (state, out) = (theirs.apply(params, x[:, part]) for part in np.s_[:4, 4:, :5])
         return loss((first, second, out), state)
 
-    found, expected = (jax.jit(jax.grad(each, (0, 1)))(params, x) for each in (of_ours, of_theirs))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), found, expected)
+    actual, expected = (jax.jit(jax.grad(each, (0, 1)))(params, x) for each in (our_loss, their_loss))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), actual, expected)

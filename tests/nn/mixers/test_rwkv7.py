@@ -37,9 +37,9 @@ def test_rwkv7_mixes_values_with_first_layer_and_returns_them(float64):
 def test_rwkv7_ranks_match_published_model_of_this_width():
     """The published model is RWKV-7 "World" 0.1B, with width 768."""
     module = RWKV7(12, value_residual=True)
-    made = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, 2, 768)))
+    variables = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, 2, 768)))
     ranks = {"decay_down": 64, "a_down": 64, "v_down": 32, "gate_down": 128}
-    assert {name: made["params"][name]["kernel"].shape[1] for name in ranks} == ranks
+    assert {name: variables["params"][name]["kernel"].shape[1] for name in ranks} == ranks
 
 
 @pytest.mark.parametrize("layer, layers", [(0, 1), (1, 4)])

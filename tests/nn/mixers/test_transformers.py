@@ -46,6 +46,6 @@ def test_kimi_delta_attention_equals_kimi_linear():
     layer.load_state_dict({name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in weights.items()})
     with torch.no_grad():
         expected = layer(torch.from_numpy(X))
-    found = jax.jit(module.apply)(variables, X)
+    out = jax.jit(module.apply)(variables, X)
     # 70 tokens through a recurrence and a norm in float32, on both sides.
-    np.testing.assert_allclose(found, expected.numpy(), atol=2e-5 * float(expected.abs().max()))
+    np.testing.assert_allclose(out, expected.numpy(), atol=2e-5 * float(expected.abs().max()))

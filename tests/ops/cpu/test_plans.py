@@ -57,8 +57,8 @@ def test_calls_in_parts_match_dense(float64, name):
     shapes, block_sizes, parts = CALLS[name]
     call = functools.partial(call_in_parts, block_sizes=block_sizes)
     assert f"length={parts}" in str(jax.make_jaxpr(lambda arrays: call(arrays, "blockwise"))(arrays_of(shapes)))
-    given, expected = (cases.results(arrays_of(shapes), call, impl, jnp.float64) for impl in ("blockwise", "dense"))
-    cases.assert_near(given, expected)
+    actual, expected = (cases.results(arrays_of(shapes), call, impl, jnp.float64) for impl in ("blockwise", "dense"))
+    cases.assert_near(actual, expected)
 
 
 @pytest.mark.slow
@@ -83,10 +83,10 @@ def test_vmap_of_short_calls_batches_as_many_as_caches_hold():
 
     run, alone = jax.jit(jax.vmap(grad, in_axes=(0, None, 0))), jax.jit(grad)
     assert "length=1" in str(jax.make_jaxpr(run)(q, k[0], v))  # one step of two examples, then the third
-    found = np.asarray(run(q, k[0], v))
+    gradients = np.asarray(run(q, k[0], v))
     for example in range(3):
         # Sums of at most 256 terms, in parts of other sizes.
-        np.testing.assert_allclose(found[example], alone(q[example], k[0], v[example]), atol=256 * 2.0**-24)
+        np.testing.assert_allclose(gradients[example], alone(q[example], k[0], v[example]), atol=256 * 2.0**-24)
 
 
 @pytest.mark.slow

@@ -55,9 +55,9 @@ def test_values_and_first_two_derivatives_equal_the_formula(name, formula, float
 
         return [derivatives(f) for f in (FUNCTIONS[name], formula)]
 
-    (value, *found), (exact, *expected) = run(*rng.normal(0, 3, (4, 3, 7)))
+    (value, *actual), (exact, *expected) = run(*rng.normal(0, 3, (4, 3, 7)))
     np.testing.assert_allclose(value, exact, rtol=1e-12, atol=1e-14)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
 
 

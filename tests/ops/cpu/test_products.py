@@ -181,5 +181,5 @@ def test_xla_still_converts_products_whose_result_is_bfloat16():
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
     if types_of_products(compiled_text(functools.partial(products.matrix_product, axes=(1, 0)), x, x)) == {"f32"}:
         pytest.skip("XLA has no bfloat16 products on this processor")
-    found = types_of_products(compiled_text(lambda x, y: x @ y, x, x))
-    assert found == {"f32"}, "ops/cpu/products.py need not ask for float32 results any more"
+    types = types_of_products(compiled_text(lambda x, y: x @ y, x, x))
+    assert types == {"f32"}, "ops/cpu/products.py need not ask for float32 results any more"

@@ -66,17 +66,17 @@ def results(drawn: dict, dtype=np.float64, function=linear_recurrence, **options
     return with_gradients(outputs, arrays, weights)
 
 
-def weights(found: dict) -> dict:
+def weights(outputs: dict) -> dict:
     """A weight of at most 1 for each element, so that no two gradients cancel."""
     # The zeros are sharded like the result.
-    return {name: jnp.zeros_like(x) + jnp.cos(jnp.arange(x.size)).reshape(x.shape) for name, x in found.items()}
+    return {name: jnp.zeros_like(x) + jnp.cos(jnp.arange(x.size)).reshape(x.shape) for name, x in outputs.items()}
 
 
-def assert_close(found: dict, expected: dict, tolerance):
+def assert_close(actual: dict, expected: dict, tolerance):
     """Assert differences of at most `tolerance` (a number, or one per row) times the row's largest element or 1."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name in expected:
-        for x, y in zip(jax.tree.leaves(found[name]), jax.tree.leaves(expected[name]), strict=True):
+        for x, y in zip(jax.tree.leaves(actual[name]), jax.tree.leaves(expected[name]), strict=True):
             x, y = np.asarray(x), np.asarray(y)
             largest = np.maximum(1, np.abs(y).max(axis=tuple(range(1, y.ndim)), keepdims=True, initial=0))
             bound = np.reshape(tolerance, (-1, *[1] * (y.ndim - 1))) * largest

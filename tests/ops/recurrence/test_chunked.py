@@ -49,9 +49,9 @@ def test_chunks_equal_specification_in_values_and_all_gradients(float64, impl, d
 @schedules
 def test_bfloat16_has_a_float32_state_and_gradients_of_its_own_type(impl):
     drawn = cases.draw(1, cases.Shape(2, 70, (4, 2, 2), decay="feature", erasure="pair"))
-    found = jax.eval_shape(functools.partial(program(impl, 32), dtype=jnp.bfloat16), drawn)
-    assert found.pop("state").dtype == np.float32
-    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
+    shapes = jax.eval_shape(functools.partial(program(impl, 32), dtype=jnp.bfloat16), drawn)
+    assert shapes.pop("state").dtype == np.float32
+    assert {x.dtype for x in jax.tree.leaves(shapes)} == {jnp.dtype(jnp.bfloat16)}
 
 
 EXTREMES = ("fast decay", "fast, then slow decay", "resets", "no decay", "equal keys, β‖k‖² = 2", "zero keys")
@@ -83,10 +83,10 @@ def test_extremes_keep_values_and_gradients_finite_and_right(length, decay, eras
     drawn = extremes(length, decay, erasure)
     with jax.enable_x64(True):
         exact = jax.tree.map(np.asarray, program("recurrent")(drawn))
-    found = jax.tree.map(np.asarray, program(impl, 32)(drawn, dtype=np.float32))
+    actual = jax.tree.map(np.asarray, program(impl, 32)(drawn, dtype=np.float32))
     # As in `attnlab.testing`: n roundings add up as √n, for terms up to four times as large as the largest result.
     # Errors of a reflection at each token add up linearly.
-    cases.assert_close(found, exact, 4 * ((4 + 3 * 32) ** 0.5 + length) * np.finfo(np.float32).eps)
+    cases.assert_close(actual, exact, 4 * ((4 + 3 * 32) ** 0.5 + length) * np.finfo(np.float32).eps)
 
 
 @schedules
@@ -112,7 +112,7 @@ def test_maps_of_two_parts_compose_to_the_map_of_both(float64, run, decay, erasu
     del drawn["segment_ids"], drawn["lengths"]
 
     @jax.jit
-    def found(drawn, state):
+    def maps_and_state(drawn, state):
         def terms(part):
             named = {"g": None, "beta": None, "erase": None} | jax.tree.map(lambda x: x[:, part], drawn)
             return terms_of(**named)
@@ -120,7 +120,7 @@ def test_maps_of_two_parts_compose_to_the_map_of_both(float64, run, decay, erasu
         maps = [chunked.summary(run, terms(part), 16) for part in (slice(0, 19), slice(19, None), slice(None))]
         return maps, run(terms(slice(None)), state, 16)[1]
 
-    ((m1, n1), (m2, n2), (m, n)), last = found(drawn, state)
+    ((m1, n1), (m2, n2), (m, n)), last = maps_and_state(drawn, state)
     np.testing.assert_allclose(m2 @ m1, m, atol=1e-13)
     np.testing.assert_allclose(m2 @ n1 + n2, n, atol=1e-12)
     np.testing.assert_allclose(m @ state + n, last, atol=1e-12)

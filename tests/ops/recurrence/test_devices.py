@@ -49,9 +49,9 @@ def placed(drawn, mesh, spec):
 run = jax.jit(functools.partial(cases.results, chunk_size=8), static_argnames="impl")
 
 
-def close(found, expected):
+def close(actual, expected):
     # Sums in another order, of terms near 1.
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-11), found, expected)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-11), actual, expected)
 
 
 @pytest.mark.slow
@@ -61,9 +61,9 @@ def test_batch_and_heads_on_a_mesh_equal_one_device(float64, kind, decay, erasur
     drawn, mesh = draw(decay, erasure), mesh_of(data=2, tensor=2, kind=kind)
     arrays = placed(drawn, mesh, specs(drawn, heads="tensor"))
     with jax.set_mesh(mesh):
-        found = run(arrays, impl=impl)
-    assert tuple(found["out"].sharding.spec)[:3] == ("data", None, "tensor")
-    close(found, run(drawn, impl=impl))
+        sharded = run(arrays, impl=impl)
+    assert tuple(sharded["out"].sharding.spec)[:3] == ("data", None, "tensor")
+    close(sharded, run(drawn, impl=impl))
 
 
 @pytest.mark.parametrize("kind, shape", [(AxisType.Explicit, (1, 1, 4)), slow(AxisType.Auto, (2, 1, 2))])
@@ -72,9 +72,9 @@ def test_sequence_over_devices_equals_one_device(float64, kind, shape, decay, er
     drawn, mesh = draw(decay, erasure), mesh_of(*shape, kind=kind)
     arrays = placed(drawn, mesh, specs(drawn, length="context"))
     with jax.set_mesh(mesh), attnlab.context_parallel("context"):
-        found = run(arrays, impl=impl)
-    assert tuple(found["out"].sharding.spec)[1] == "context"
-    close(found, run(drawn, impl=impl))
+        sharded = run(arrays, impl=impl)
+    assert tuple(sharded["out"].sharding.spec)[1] == "context"
+    close(sharded, run(drawn, impl=impl))
 
 
 @members

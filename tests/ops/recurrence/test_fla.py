@@ -38,30 +38,30 @@ def call(function, *arrays, heads_first=False, **options):
 
 
 def gated_delta_rule():
-    found = call(naive("gated_delta_rule").naive_recurrent_gated_delta_rule, Q, KEY, VALUE, BETA, LOG_DECAY)
-    return found, ((Q, KEY, VALUE, LOG_DECAY, BETA), {})
+    out = call(naive("gated_delta_rule").naive_recurrent_gated_delta_rule, Q, KEY, VALUE, BETA, LOG_DECAY)
+    return out, ((Q, KEY, VALUE, LOG_DECAY, BETA), {})
 
 
 def gdn2():
-    found = call(naive("gdn2").naive_recurrent_gdn2, Q, KEY, VALUE, LOG_DECAYS, A, W)
-    return found, ((Q, KEY, W * VALUE, LOG_DECAYS), {"erase": (KEY, A * KEY)})
+    out = call(naive("gdn2").naive_recurrent_gdn2, Q, KEY, VALUE, LOG_DECAYS, A, W)
+    return out, ((Q, KEY, W * VALUE, LOG_DECAYS), {"erase": (KEY, A * KEY)})
 
 
 def generalized_delta_rule():
     """The state is read before it decays, S ← exp(g) S + β αᵀ S + k vᵀ: e = −β and r = α exp(−g)."""
     arrays, decays = (Q, normal(K), VALUE, -KEY, A * KEY), np.log(uniform(0.6, 1, K))
     path = "generalized_delta_rule/dplr"
-    found = call(naive(path).dplr_recurrence, *arrays, decays, heads_first=True)
-    return found, ((*arrays[:3], decays), {"erase": (-arrays[4], arrays[3] * np.exp(-decays))})
+    out = call(naive(path).dplr_recurrence, *arrays, decays, heads_first=True)
+    return out, ((*arrays[:3], decays), {"erase": (-arrays[4], arrays[3] * np.exp(-decays))})
 
 
 def gated_delta_product():
     """Two steps per token: the first applies the decay, and outputs are read after the second."""
     k, v, beta = (np.concatenate([x, x[::-1]], axis=1) for x in (KEY, VALUE, BETA))
     options = {"scale": K**-0.5, "num_householder": 2}
-    found = call(naive("gated_delta_product").naive_recurrent_gated_delta_product, Q, k, v, LOG_DECAY, beta, **options)
+    out = call(naive("gated_delta_product").naive_recurrent_gated_delta_product, Q, k, v, LOG_DECAY, beta, **options)
     g = np.stack([LOG_DECAY, np.zeros_like(LOG_DECAY)], axis=2).reshape(B, 2 * T, H)
-    return np.repeat(found, 2, axis=1), ((np.repeat(Q, 2, axis=1), k, v, g, beta), {})
+    return np.repeat(out, 2, axis=1), ((np.repeat(Q, 2, axis=1), k, v, g, beta), {})
 
 
 MEMBERS = [gated_delta_rule, gdn2, generalized_delta_rule]

@@ -32,8 +32,8 @@ def test_reset_erases_the_state_without_nan():
     after = {name: x[:, 115:] for name, x in call.items()}  # g is −∞ at 115
     for whole, part in zip(run(**call), run(**after)):
         np.testing.assert_array_equal(np.isfinite(np.float32(whole)), True)
-        found = np.float32(whole)[:, 115:] if whole.ndim == 4 and whole.shape[1] == 130 else np.float32(whole)
-        np.testing.assert_allclose(found, np.float32(part), rtol=2**-7, atol=2**-7)  # chunks begin elsewhere
+        tail = np.float32(whole)[:, 115:] if whole.ndim == 4 and whole.shape[1] == 130 else np.float32(whole)
+        np.testing.assert_allclose(tail, np.float32(part), rtol=2**-7, atol=2**-7)  # chunks begin elsewhere
 
 
 def test_gradient_of_decays_raises_one_line():

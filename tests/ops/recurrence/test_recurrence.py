@@ -35,8 +35,8 @@ def cut(drawn, part):
     return {name: x if name in whole else jax.tree.map(lambda x: x[:, part], x) for name, x in drawn.items()}
 
 
-def close(found, expected, atol=1e-12):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), found, expected)
+def close(actual, expected, atol=1e-12):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), actual, expected)
 
 
 @pytest.mark.parametrize("heads", [(2, 1, 4), (6, 3, 3), slow((4, 2, 8))])
@@ -67,11 +67,11 @@ def test_padding_with_nan_and_other_segments_is_inert(float64, impl, decay, eras
     spoilt = drawn | jax.tree.map(lambda x: np.where(inside[(..., *[None] * (x.ndim - 2))], x, np.nan), tokens)
     spoilt["segment_ids"] = np.where(inside, drawn["segment_ids"], -1)
     run = jax.jit(functools.partial(cases.results, impl=impl, chunk_size=8))
-    found = run(spoilt)
-    close(found, run(drawn))
+    results = run(spoilt)
+    close(results, run(drawn))
     for name in ("out", *(f"the gradient of {name}" for name in "qkv")):
-        assert not np.asarray(found[name])[~inside].any()
-    np.testing.assert_array_equal(found["state"][1], drawn["state"][1])  # a row without tokens
+        assert not np.asarray(results[name])[~inside].any()
+    np.testing.assert_array_equal(results["state"][1], drawn["state"][1])  # a row without tokens
 
 
 @members
@@ -95,18 +95,18 @@ def test_states_of_absent_or_padded_segments_are_zero(float64):
     ids[0, 5:], ids[0, 20:], ids[2, 10:] = 1, 2, 1
     drawn |= {"segment_ids": ids, "lengths": np.array([15, 24, 24, 0])}
 
-    def of(impl):
+    def compute(impl):
         static = {"segment_ids": ids, "return_state": "segments", "impl": impl, "chunk_size": 16}
         function = functools.partial(linear_recurrence, **static)
         run = functools.partial(cases.results, function=lambda return_state, segment_ids, **x: function(**x))
         return jax.jit(run)(drawn)
 
-    found = of("chunked")
-    close(found, of("recurrent"))
-    close(found, of("parallel"))
-    assert found["state"].shape == (BATCH, 3, *drawn["state"].shape[1:])
+    results = compute("chunked")
+    close(results, compute("recurrent"))
+    close(results, compute("parallel"))
+    assert results["state"].shape == (BATCH, 3, *drawn["state"].shape[1:])
     exists = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 0], [0, 0, 0]], bool)
-    np.testing.assert_array_equal(np.asarray(found["state"]).any(axis=(2, 3, 4)), exists)
+    np.testing.assert_array_equal(np.asarray(results["state"]).any(axis=(2, 3, 4)), exists)
 
 
 @pytest.mark.parametrize("return_state", [False, True, "segments"])
@@ -114,8 +114,8 @@ def test_short_sequences_have_the_usual_output_shapes(return_state):
     for length in (0, 1, 3):
         arrays = cases.floating(draw(length=length))
         options = {"segment_ids": np.zeros((BATCH, length), int), "return_state": return_state}
-        found = jax.eval_shape(functools.partial(linear_recurrence, **options), **arrays)
-        out, *states = jax.tree.leaves(found)
+        shapes = jax.eval_shape(functools.partial(linear_recurrence, **options), **arrays)
+        out, *states = jax.tree.leaves(shapes)
         assert out.shape == (BATCH, length, 4, 3)
         by_segment = (min(length, 1),) if return_state == "segments" else ()
         assert [state.shape for state in states] == [(BATCH, *by_segment, 2, 4, 3)] * bool(return_state)
@@ -224,10 +224,10 @@ def test_explain_names_the_form_chunk_size_and_case():
         "not parallel: it is for GPUs and TPUs",
     ]
     for platform in ("gpu", "tpu"):
-        found = str(explain(**drawn | {"q": np.float32(drawn["q"])}, platform=platform))
+        text = str(explain(**drawn | {"q": np.float32(drawn["q"])}, platform=platform))
         products = ", products in TF32" if platform == "gpu" else ""
-        assert found.startswith(f"runs parallel by 40 tokens, symmetric{products}\n")
-        assert found.endswith("\nnot chunked: it is for CPUs")
+        assert text.startswith(f"runs parallel by 40 tokens, symmetric{products}\n")
+        assert text.endswith("\nnot chunked: it is for CPUs")
     assert explain(**cut(drawn, slice(0, 4)) | {"lengths": None}).backend == "recurrent"
     assert explain(**drawn, impl="recurrent").rejected["chunked"] == "it could, but impl names recurrent"
     del drawn["beta"]

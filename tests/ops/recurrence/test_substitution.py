@@ -24,8 +24,8 @@ def test_substitution_equals_inverse_in_values_and_gradients(float64, size):
     np.testing.assert_allclose(x, inverse @ b, rtol=1e-10, atol=1e-12)
     expected = np.swapaxes(inverse, -1, -2) @ cotangent
     np.testing.assert_allclose(d_b, expected, rtol=1e-10, atol=1e-12)
-    of_a = -np.tril(expected @ np.swapaxes(inverse @ b, -1, -2), -1)
-    np.testing.assert_allclose(d_a, of_a, rtol=1e-10, atol=1e-12)
+    expected_a = -np.tril(expected @ np.swapaxes(inverse @ b, -1, -2), -1)
+    np.testing.assert_allclose(d_a, expected_a, rtol=1e-10, atol=1e-12)
 
 
 def test_equal_keys_with_beta_two_are_solved_exactly():
