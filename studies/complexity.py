@@ -1,4 +1,4 @@
-"""The four layers cost n²·d, n·d², k·n·d² and r·n·d, as the paper says; and the restricted one's time is linear in n.
+"""Layers cost what Vaswani et al. 2017 say: n²·d, n·d², k·n·d² and r·n·d; restricted attention's time is linear in n.
 
 The rows of Vaswani et al. 2017, table 1 (self-attention, recurrent (GRU), convolutional and restricted attention), and
 two that the table leaves out: attention with its projections, and linear attention.

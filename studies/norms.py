@@ -1,11 +1,12 @@
 """A long vector hijacks attention with raw vectors and with trained projections; only QK-norm stops it.
 
-Document 004 offers trained Q, K, V as the remedy. But linear maps preserve scale: a vector c times as long has a
-projection c times as long, so its score grows with c unless the matrices map its direction to zero. Here each of twelve
-vectors has to find the one partner that shares its pattern, while a thirteenth, unrelated vector is c times as long.
-Training uses c from 1 to 4. For c up to 64 the study measures the weight on the long vector and how often the partner
-gets the largest weight, with scores from the raw vectors, from trained projections, and from trained projections with
-QK-norm. The long vector's direction is random: about half of the queries point away from it and are not affected.
+Trained projections to queries, keys and values may seem to be the remedy. But linear maps preserve scale: a vector c
+times as long has a projection c times as long, so its score grows with c unless the matrices map its direction to zero.
+Here each of twelve vectors has to find the one partner that shares its pattern, while a thirteenth, unrelated vector is
+c times as long. Training uses c from 1 to 4. For c up to 64 the study measures the weight on the long vector and how
+often the partner gets the largest weight, with scores from the raw vectors, from trained projections, and from trained
+projections with QK-norm (Dehghani et al. 2023), which normalises queries and keys. The long vector's direction is
+random: about half of the queries point away from it and are not affected.
 """
 
 import jax

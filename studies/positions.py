@@ -1,10 +1,11 @@
 """Sinusoidal positions shift by a rotation, but neither fade monotonically nor extrapolate; models need some positions.
 
-Four measurements. The largest error of PE(p + k) = R_k PE(p), with R_k a rotation. The similarity PE(p)·PE(p + k) over
-k, which document 002 says decreases smoothly. The loss of small character models, trained on windows of 64 and scored
-on the same 16 characters at the end of windows of 64, 128 and 256, with each kind of positions and with none: they
-predict the next character under a causal mask, or masked characters without one. And whether the models without
-positions notice a permutation of the characters before the last.
+Vaswani et al. 2017 chose sinusoids because a shift is a linear map of them, and hoped that models would extrapolate to
+longer sequences; Kazemnejad 2019 adds that similarity decays smoothly with distance. There are four measurements. The
+largest error of PE(p + k) = R_k PE(p), with R_k a rotation. The similarity PE(p)·PE(p + k) over k. The loss of small
+character models, trained on windows of 64 and scored on the same 16 characters at the end of windows of 64, 128 and
+256, with each kind of positions and with none: they predict the next character under a causal mask, or masked
+characters without one. And whether the models without positions notice a permutation of the characters before the last.
 """
 
 import flax.linen as nn

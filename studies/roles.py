@@ -1,14 +1,15 @@
 """Some head links verbs to subjects, another adjectives to nouns, and another finds where a quotation began.
 
-Document 000 claims this of a character GPT. Here several of the quickstart's size are trained. Pairs are found in
-held-out text with regular expressions (Spanish or English, depending on the text): the characters of a pair's later
-part are the queries, those of the earlier part the keys. A head's score is its weight on these keys, relative to the
-weight at as many control places drawn from the text, with the same distances and the same character classes at the
-edges (word, white space, punctuation) but without that role. So a head that attends to the previous word, whatever it
-is, scores 1. The p-value of the difference (Mann-Whitney) is multiplied by the number of heads and roles tried
-(Bonferroni). A role counts as found if, in every seed, some head has twice the control's weight with a p-value below
-1 %. The scores of `attnlab.see` on windows of the same text then say what else these heads do: a head with most of its
-weight on the previous character, say, is a head for that, even if the rest of its weight favours a role.
+Heads for such relations between words are known from larger models (Clark et al. 2019, in BERT). Here several character
+GPTs of the quickstart's size are trained. Pairs are found in held-out text with regular expressions (Spanish or
+English, depending on the text): the characters of a pair's later part are the queries, those of the earlier part the
+keys. A head's score is its weight on these keys, relative to the weight at as many control places drawn from the text,
+with the same distances and the same character classes at the edges (word, white space, punctuation) but without that
+role. So a head that attends to the previous word, whatever it is, scores 1. The p-value of the difference
+(Mann-Whitney) is multiplied by the number of heads and roles tried (Bonferroni). A role counts as found if, in every
+seed, some head has twice the control's weight with a p-value below 1 %. The scores of `attnlab.see` on windows of the
+same text then say what else these heads do: a head with most of its weight on the previous character, say, is a head
+for that, even if the rest of its weight favours a role.
 """
 
 import functools

@@ -1,10 +1,11 @@
 """At the start the gradient goes to V and W; that of Q and K is far smaller, and grows as attention learns.
 
-Document 004 asks how Q, K, V and W are trained. All four get their gradient from the same loss, by the chain rule. The
-gradients of Q and K pass through the softmax: as long as the values carry little information, it hardly matters which
-keys are attended to, and these gradients are small. A small character GPT is followed through training: for each
-matrix and layer, the gradient norm relative to the norm of the matrix, and the distance moved relative to its initial
-norm. The optimizer is Adam, which divides gradients by their size, so a small gradient does not mean a small update.
+Q, K and V are an attention layer's projections, W is its output projection. All four matrices get their gradient from
+the same loss, by the chain rule. The gradients of Q and K pass through the softmax: as long as the values carry little
+information, it hardly matters which keys are attended to, and these gradients are small. A small character GPT is
+followed through training: for each matrix and layer, the gradient norm relative to the norm of the matrix, and the
+distance moved relative to its initial norm. The optimizer is Adam, which divides gradients by their size, so a small
+gradient does not mean a small update.
 """
 
 import jax

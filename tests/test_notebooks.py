@@ -26,9 +26,9 @@ def test_lesson_has_outputs_and_draws_only_with_shared_plots(lesson):
     assert "matplotlib" not in code(lesson) and "plots." in code(lesson)
 
 
-def test_lesson_5_names_the_axes_of_its_table_of_heads():
+def test_lesson_6_names_the_axes_of_its_table_of_heads():
     """Its rows are heads and its columns positions, not queries and keys."""
-    (lesson,) = (path for path in LESSONS if path.stem.startswith("5_"))
+    (lesson,) = (path for path in LESSONS if path.stem.startswith("6_"))
     calls = [node for node in ast.walk(ast.parse(code(lesson))) if isinstance(node, ast.Call)]
     calls = [call for call in calls if "plots.weights" in ast.unparse(call.func)]
     drawn = [{keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords} for call in calls]

@@ -174,11 +174,8 @@ def section(comparison, rows: Sequence[ReplicatedResults], config: RunConfig) ->
     """Write `replication.csv` and `replication.md`, and return the page section; `config` is the first variant's."""
     reported, protocol = comparison.published, comparison.protocol
     ours = config.fields | {"seeds": len(protocol.seeds), "learning_rates": len(protocol.rates)}
-    otherwise = [
-        f"{name} {ours.get(name, 'is no field of ours')}, not {value}"
-        for name, value in reported.protocol.items()
-        if ours.get(name) != value
-    ]
+    fields = {name: (ours.get(name, "no field of ours"), value) for name, value in reported.protocol.items()}
+    otherwise = [f"{name} {our}, not {value}" for name, (our, value) in fields.items() if our != value]
     notes = [
         f"Published: {reported.source}.",
         f"Our runs differ: {'; '.join([*otherwise, reported.differs])}",
