@@ -19,7 +19,7 @@ AS_USERS = {"xla_backend_optimization_level": 3, "xla_cpu_parallel_codegen_split
 if JAXLIB < (0, 11):
     FAST["xla_cpu_use_fusion_emitters"], AS_USERS["xla_cpu_use_fusion_emitters"] = False, True
 
-LIMIT = 2 << 30  # bytes of programs, beyond which all are compiled again
+LIMIT = 2 << 30  # bytes; a larger cache is deleted, and every program is compiled again
 DAY = 24 * 60 * 60  # seconds
 
 
@@ -43,7 +43,7 @@ def types_of_products(compiled: str) -> set:
 
 
 class Programs:
-    """A folder of JAX's compilation cache for this process, filled from a shared one and published to it.
+    """This process's folder of JAX's compilation cache: filled from a shared folder, to which new entries go.
 
     JAX writes an entry in place, so a killed process leaves a truncated one, and another process may read half an
     entry. Here each process writes to its own folder, and hard links share complete entries between the two.
@@ -68,7 +68,7 @@ class Programs:
         atexit.register(shutil.rmtree, self.own, ignore_errors=True)
 
     def exchange(self):
-        """Publishes new entries of this process and links new entries of others; no program may be compiling."""
+        """Publish this process's new entries and link those of others. Do not call it while a program is compiling."""
         own, shared = set(os.listdir(self.own)), set(os.listdir(self.shared))
         for names, source, target in ((own - shared, self.own, self.shared), (shared - own, self.shared, self.own)):
             for name in names:

@@ -1,4 +1,4 @@
-"""The variants of a comparison: their names, how each changes a config, and widths that match sizes."""
+"""The variants of a comparison: their names, how each changes a config, and the widths that give them equal sizes."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ from attnlab.nn.layer import LayerConfig
 from attnlab.support.errors import ArgumentError, UserError
 from attnlab.training import flops, precision
 
-CLOSE = {"parameters": 0.02, "flops": 0.02, "state": 0.05}  # the largest relative difference of comparable sizes
+CLOSE = {"parameters": 0.02, "flops": 0.02, "state": 0.05}  # comparable sizes differ by at most this fraction
 WIDEST = 2**20  # matching gives up beyond this width
 SIZES = tuple(CLOSE)
 # Fields that decide which tokens are trained on and scored; and fields that the comparison chooses.
@@ -31,7 +31,7 @@ class Variant(NamedTuple):
     Attributes:
       name: a single line.
       apply: function from the config that all have in common to the variant's.
-      comparable: False if sizes are matched and the variant's is not within `CLOSE` of the first's.
+      comparable: False if sizes were to be matched, and this variant's is not within `CLOSE` of the first variant's.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Variant(NamedTuple):
             raise UserError(f"variant {self.name!r}: {type(error).__name__}: {error}") from error
         before = base.fields
         changed = [field for field, value in config.fields.items() if field in before and value != before[field]]
-        for field in sorted(changed, key="data.name".__eq__):  # last, because a path sets it as well
+        for field in sorted(changed, key="data.name".__eq__):  # last, because data.path sets it as well
             if field in CHOSEN:
                 raise UserError(f"variant {self.name!r}: the comparison chooses config.{field}: remove it")
             if field.startswith(SHARED):
@@ -155,7 +155,7 @@ def state_bytes(model: GPT, length: int | None = None) -> int:
 def matched(
     variants: Sequence[Variant], base: RunConfig, vocab_size: int, of: str, length: int | None = None
 ) -> list[Variant]:
-    """Match the variants to the first one's size by the width of feed-forward layers, or for "state" of the model.
+    """Match the variants to the first one's size by the width of their feed-forward layers; "state": of the model.
 
     A model's width changes in steps that keep heads whole. `length` is the number of tokens at which "state" is
     matched; None for the context. Raise UserError if no width makes a variant as large.

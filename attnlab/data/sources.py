@@ -1,6 +1,6 @@
 """Documents from text, JSONL and Parquet files, read piece by piece in bounded memory.
 
-The documents of a source are joined into one text: text files at line ends, other documents with blank lines.
+The documents of a source are joined into one text: text files at a newline, other documents by a blank line.
 """
 
 import codecs
@@ -23,7 +23,7 @@ SEPARATOR = "\n\n"  # between documents that are not files
 
 
 class Piece(NamedTuple):
-    """A part of a document; `ends` marks its last part, `held_out` a validation split of the source."""
+    """A part of a document; `ends`: the document's last part; `held_out`: of the source's own validation split."""
 
     text: str
     ends: bool = True

@@ -20,8 +20,8 @@ _SCALED, _BY_TURNS, _YARN = ({"scaling": kinds} for kinds in (SCALINGS[1:], tupl
 class Rotary:
     """Rotary position embedding (Su et al. 2021): the pair of features (i, i + R/2) turns by pos / base^(2i/R).
 
-    To use a model on longer sequences than in training, pairs are slowed down by `factor`: "linear" slows all pairs
-    (Chen et al. 2023); "llama3" and "yarn" slow pairs that make fewer than `slow_turns` turns within the original
+    So that a model can read longer sequences than in training, pairs are slowed down by `factor`: "linear" slows all
+    pairs (Chen et al. 2023); "llama3" and "yarn" slow pairs that make fewer than `slow_turns` turns within the original
     context, and leave pairs that make more than `fast_turns` unchanged. Pairs in between are slowed partly, by a share
     that is linear in their turns (Llama Team 2024) or in the index of the pair (Peng et al. 2023, section 3.2).
 

@@ -60,7 +60,10 @@ class Linen:
         return Sites(tuple(sites), blocks, tuple(outside) if blocks else (), others)
 
     def run(self, variables, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
-        """Return (result, values by name and path); `edits` are by (path, name), `rows` of patterns `[R]` or None."""
+        """Return (result, values by name and path); `edits` maps (path, name) to an edit.
+
+        `rows` `[R]` selects rows of patterns; None for all.
+        """
         requests = {}
         for (path, name), edit in edits.items():
             _put(requests.setdefault(taps.edits(name), {}), path, edit)
@@ -105,7 +108,7 @@ class ModuleCalls(NamedTuple):
 
 
 class _Listener:
-    """Interceptor that records modules' calls, and taps norms, streams of blocks, and attention of Flax's layers."""
+    """Interceptor that records module calls and taps norms, blocks' streams and the attention of Flax's layers."""
 
     def __init__(self, names, tapped, calls):
         self.names, self.tapped, self.calls = names, tapped, calls
@@ -193,7 +196,7 @@ def tapped_attention(module, port, kind=nn.MultiHeadDotProductAttention):
 
 
 def tapped(attention_fn: Callable, port) -> Callable:
-    """Route a Flax layer's attention function through taps, with the same signature because Flax reads it."""
+    """Wrap a Flax layer's attention function so that it goes through taps; Flax inspects its signature."""
 
     @functools.wraps(attention_fn)
     def run(query, key, value, *args, **kwargs):
@@ -212,7 +215,7 @@ def tapped(attention_fn: Callable, port) -> Callable:
 
 
 def _weights(attention_fn, q, k, v, *args, **kwargs):
-    """The pattern `[..., H, Tq, Tk]` of any attention function: its output for the identity as values."""
+    """The pattern `[..., H, Tq, Tk]` of any attention function: its output when the values are the identity matrix."""
     accepted = inspect.signature(attention_fn).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted):
         kwargs = {name: kwargs[name] for name in kwargs if name in {parameter.name for parameter in accepted}}
@@ -231,7 +234,7 @@ def _weights(attention_fn, q, k, v, *args, **kwargs):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """An argument that is not an array, such as a flag, as a pytree without leaves."""
+    """Wraps a non-array argument, such as a flag, as a pytree without leaves."""
 
     value: Any
 
@@ -252,7 +255,7 @@ def _is_in(path: str, blocks: Collection[str]) -> bool:
 
 
 def base(path: str) -> str:
-    """The module's path in a site's path: "attention" in "attention@1"."""
+    """The module path that a site's path starts with: "attention" in "attention@1"."""
     return path.partition("[")[0].partition("@")[0]
 
 

@@ -54,7 +54,7 @@ def load(
     share: tuple[int, int] = (0, 1),
     say: Callable[[str], None] = status.silent,
 ) -> Text:
-    """Load the text of a run as batches; a previous run keeps its tokenizer.
+    """Load the text of a run as batches, with the tokenizer of the workdir's previous run if there is one.
 
     `share` is `Parallel.batch_share`; `say` reports what begins.
     """
@@ -129,6 +129,6 @@ def _starts(texts: list[store.Tokens], data: Data) -> list | None:
 
 
 def _bits_per_nat(texts: list[store.Tokens], windows: list[int], unit: str) -> float:
-    """Tokens per unit of the scored windows, over ln 2."""
+    """Tokens per character or byte in the scored windows, divided by ln 2."""
     units = sum(count * Fraction(getattr(text, unit), len(text)) for text, count in zip(texts, windows))
     return float(sum(windows) / units) / math.log(2)

@@ -20,7 +20,7 @@ class Task(NamedTuple):
     Attributes:
       mask: as in `peers.py`, beside this file.
       q, k, v, d_out: `[B, H, T, D]`, inputs and the gradient of the output.
-      window: keys before each query, for "window".
+      window: how many keys before each query are visible, if `mask` is "window".
       ids: `[B, T]`, the document of each token, for "documents".
     """
 
@@ -60,7 +60,7 @@ def sdpa(task: Task) -> tuple[Callable, Callable]:
 
 
 def flex(task: Task) -> tuple[Callable, Callable | None]:
-    """FlexAttention, as `sdpa`; backward is None on CPUs, where torch has none."""
+    """Like `sdpa`, for FlexAttention; backward is None on CPUs, where torch does not implement it."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     batch, _, length, _ = task.q.shape
@@ -100,7 +100,7 @@ def _passes(task, attend):
 
 
 class Contenders:
-    """torch's contenders for one task after another, by name.
+    """torch's contenders, by name; they take one task at a time.
 
     Args:
       device: "cpu" or "cuda".

@@ -15,7 +15,7 @@ import numpy as np
 LONGEST_DENSE = 256  # keys; longer rows keep only their largest weights
 KEPT = 8
 SHOWN_AS = {" ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥"}
-MANTISSA = 14  # bits stored of row sums and entropies: a relative error of 2⁻¹⁵, four digits
+MANTISSA = 14  # mantissa bits stored of row sums and entropies: a relative error of 2⁻¹⁵, four digits
 
 
 def quantize(weights: np.ndarray) -> np.ndarray:
@@ -78,7 +78,7 @@ def script_json(value: Any) -> str:
 
 
 def shown(token: str) -> str:
-    """A token as text: signs for white space, controls and lone bytes, combining marks on a circle."""
+    """A token as visible text: symbols for white space, controls and lone bytes; combining marks on a circle."""
     text = "".join(map(_shown_character, token)) or "∅"
     return f"◌{text}" if unicodedata.combining(text[0]) else text
 
