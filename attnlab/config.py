@@ -199,8 +199,8 @@ class Log:
 class RunConfig:
     """The config of a run, complete and checked, with absolute paths.
 
-    Fields have their command-line names. `model` is a `ModelConfig` in the config's precision, with 1 token if the
-    tokenizer determines the number; `config.model.vocab_size` and `config.model.scan` are fields of the run.
+    Fields have their command-line names. `model` is a `ModelConfig` in the config's precision, with 1 token until
+    a tokenizer sets the number; `config.model.vocab_size` and `config.model.scan` are fields of the run.
 
     >>> config = RunConfig.of({"steps": 100, "model.layers": "gated_delta", "model.gated_delta.conv": 2})
     >>> config.steps, config.model.layers[0].conv, config.changed({"model.width": 64}).model.width
@@ -273,7 +273,7 @@ class RunConfig:
         Args:
           values: by dotted name. "model.layers" takes names of kinds (a kind that the config already has keeps its
             options), configs, or values for `attnlab.nn.register`. "model.attention.window" sets all layers of a kind,
-            "model.layers[0].window" one layer.
+            and "model.layers[0].window" sets one layer.
 
         Raises:
           UserError: an unknown name, an invalid value.
@@ -304,7 +304,7 @@ class RunConfig:
 
     @functools.cached_property
     def fields(self) -> dict[str, Any]:
-        """All fields and their values by dotted name, as `changed` takes them; masks and the like only if set.
+        """All fields and their values by dotted name, as `changed` accepts them; masks and score mods only if set.
 
         Options of a kind are named by the kind, "model.attention.window". If layers of one kind have different options,
         these are named by index, "model.layers[0].window".
@@ -392,7 +392,7 @@ def _make_absolute(config: RunConfig, name: str) -> None:
 
 
 def _check_task(data: Data, context: int) -> None:
-    """Raise an error for an unknown task, a task that the context cannot hold, or options of texts beside a task."""
+    """Raise an error for an unknown task, a task that the context cannot hold, or text options with a task."""
     if (task := named.parse(data.name)) is None:
         return
     if context < task.shortest_context:
@@ -412,7 +412,7 @@ def declared() -> dict[str, Option]:
 
 
 def default() -> ConfigDict:
-    """A config to modify: every field with its default, the values of `configs/quickstart.py`.
+    """A config to modify: every field with its default, which is also its value in `configs/quickstart.py`.
 
     >>> default().model.width
     128
@@ -472,7 +472,7 @@ def _values(config: RunConfig) -> dict[str, Any]:
 
 
 def from_json(saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> RunConfig:
-    """The config in `config.json` (its content, in format 1 or 2) and `config.npz`; missing fields get defaults."""
+    """The config from the contents of `config.json` (format 1 or 2) and `config.npz`; missing fields get defaults."""
     groups = {name.partition(".")[0] for name in declared()}
     values = _flat({name: value for name, value in saved.items() if name in groups})
     if not isinstance(layers := values.get("model.layers", ""), str):
@@ -497,7 +497,7 @@ def _flat(tree, prefix="") -> dict:
 
 
 def unknown(field: str) -> str:
-    """Why a name is not a field, with a similar one; "" for a field."""
+    """Why a name is not a field, with the name of a similar field; "" if it is a field."""
     known = declared()
     if field in known or re.match(rf"model\.({'|'.join(KINDS)}|layers\[\d+\])(\.|$)", field):
         return ""

@@ -19,7 +19,7 @@ def files() -> dict[str, Path]:
 
 
 def names() -> list[str]:
-    """The experiments as `--config` takes them; an experiment with variants is listed with each variant."""
+    """Experiments by the names that `--config` accepts; those with variants are listed once per variant."""
     variants = {name: shipped.strings(file, "VARIANTS") for name, file in files().items()}
     return [f"{name}:{value}" if value else name for name, values in variants.items() for value in values or [""]]
 
@@ -41,7 +41,7 @@ def find(experiment: str) -> str:
 
 
 def load(experiment: str) -> RunConfig:
-    """Load the config of an experiment, by its name or path, with its variant; UserError if the file returns none.
+    """Load the config of an experiment, by its name or path, with its variant; UserError if the file returns no config.
 
     >>> load("sancho:tiny").data.name
     'quijote'

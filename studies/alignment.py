@@ -23,7 +23,7 @@ from attnlab.study.report import Advance, Options, Verdict, ignore, table
 
 KINDS = ("copy", "reverse")
 VOCABULARY, WIDTH = 32, 64
-HELD_OUT_SUMS = 10  # sources whose symbols sum to a multiple of it are held out of training
+HELD_OUT_SUMS = 10  # sources whose symbols sum to a multiple of this number are held out of training
 HELD_OUT = (6, 9, 11)  # lengths left out of training
 LENGTHS = tuple(range(4, 13))
 SHOWN = tuple(n for n in LENGTHS if n not in HELD_OUT)
@@ -32,7 +32,7 @@ FAST, FULL = Size(seeds=1, steps=550), Size(seeds=3, steps=1500)
 
 
 class Pairs(NamedTuple):
-    """Sources and their targets."""
+    """A batch of padded sources with their targets."""
 
     source: np.ndarray  # int32 [B, S], symbols from 1, padded with 0
     lengths: np.ndarray  # int32 [B], the number of symbols of each source
@@ -104,7 +104,7 @@ def train(kind: str, layer: str, seed: int, steps: int, advance: Advance = ignor
 
 
 def measure(options: Options) -> list[dict]:
-    """One row per seed, task, layer and length: the two shares on 2,048 held-out sources."""
+    """One row per seed, task, layer and length: shares of aligned and right outputs on 2,048 held-out sources."""
     seeds, steps = FAST if options.fast else FULL
     advance = options.progress(seeds * len(KINDS) * len(LAYERS) * steps)
     rows = []
@@ -132,7 +132,7 @@ def measure(options: Options) -> list[dict]:
 
 
 def _hits(model, params, batch):
-    """Outputs with the largest weight on the right symbol, and correct outputs when the model reads its outputs."""
+    """Which outputs have their largest weight on the right symbol, and which are right when the model reads its own."""
     weights = alignment(model, params, batch.source, batch.lengths, batch.inputs)
     written = model.apply(params, batch.source, batch.lengths, batch.inputs.at[:, 1:].set(-1)).argmax(-1)
     return weights.argmax(-1) == batch.alignment, written == batch.targets
@@ -156,7 +156,7 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """Share of outputs whose largest weight is on the right symbol, against the length of the source, by task.
 
-    Lengths left out of training are among those shown.
+    The figure also shows lengths that were left out of training.
     """
     panels = {}
     for kind in KINDS:

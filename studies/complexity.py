@@ -105,7 +105,7 @@ def _convolutional(n, d, k):
 
 def _restricted(n, d, r):
     flops = _tile_flops(r // 16, d) * _tiles(n, r, r // 16)
-    # Steps of the dense form, as for the other layers; loops over tiles only save memory.
+    # Count the steps of the dense form, as for the other layers: loops over tiles only save memory.
     steps = count_trips(compiled_for(_windowed(r, "dense"), *qkv(n, d))) if n <= LENGTHS[1] else None
     visible = reach(lambda x: _windowed(r, "dense")(x, x, x), r + 1)
     return _row("restricted attention", n, d, flops, steps, layers_for(n, visible), r)
@@ -158,7 +158,7 @@ def layer_call(module, n, d):
 
 @functools.cache
 def gru_step(d):
-    """The program of one step from any state; with a constant zero state XLA would drop half of the products."""
+    """The compiled program of one step; its state is an argument, because XLA drops half of the products for zeros."""
     x, gru = jnp.zeros((1, 1, d)), GRU()
     params = gru.init(jax.random.key(0), x)
     return compiled_for(lambda x, cache: gru.apply(params, x, cache=cache), x, gru.init_cache(1, d))
@@ -170,7 +170,7 @@ def compiled_for(function, *args):
 
 
 def count_flops(compiled) -> float:
-    """XLA's FLOP count of a compiled program, where a loop body counts once."""
+    """XLA's FLOP count of a compiled program; XLA counts a loop body once."""
     return compiled.cost_analysis()["flops"]
 
 
@@ -207,7 +207,7 @@ def reach(function, length) -> int:
 
 
 def layers_for(n, visible) -> int:
-    """Layers until the last of n tokens depends on the first, where one layer reaches `visible` tokens."""
+    """Layers until the last of n tokens depends on the first, if one layer reaches `visible` tokens."""
     return max(math.ceil((n - 1) / (visible - 1)), 1)
 
 

@@ -34,9 +34,9 @@ from attnlab.types import Array
 NONE = "none"
 LAYERS, HEADS, WIDTH = 3, 4, 64
 LEARNING_RATE = 3e-3
-LEARNED = 0.9  # a model with this exact match at the trained lengths counts as trained
+LEARNED = 0.9  # a model counts as trained if its exact match at the trained lengths is at least this
 KINDS = ("copy", "reverse")
-END, START, SEPARATOR, SYMBOLS = 0, 1, 2, 3  # symbols are from 3 on
+END, START, SEPARATOR, SYMBOLS = 0, 1, 2, 3  # symbols start at 3
 
 
 class Copies(NamedTuple):
@@ -44,7 +44,7 @@ class Copies(NamedTuple):
 
     # int32 [B, 2·S + 2]: 1, the n symbols of the source, 2, the n symbols of the copy; padded with 0
     tokens: Int[Array, "B T"]
-    # int32 [B, 2·S + 2]: from the 2 on the next symbol of the copy, then 0 for the end; −1 elsewhere
+    # int32 [B, 2·S + 2]: the next symbol of the copy, starting at the 2, then 0 for the end; −1 elsewhere
     targets: Int[Array, "B T"]
     lengths: Int[Array, " B"]  # int32 [B], n
 
@@ -69,7 +69,7 @@ def copies(
     source = jax.random.randint(symbol_key, (batch_size, longest), SYMBOLS, vocab_size, jnp.int32)
     n = jax.random.choice(length_key, jnp.array(lengths, jnp.int32), (batch_size, 1))
     at = jnp.arange(2 * longest + 2, dtype=jnp.int32)
-    nth = at - n - 2  # of the output
+    nth = at - n - 2  # index of the output symbol
     wanted = nth if kind == "copy" else n - 1 - nth
     from_source, from_output = (
         jnp.take_along_axis(source, jnp.clip(index, 0, longest - 1), axis=1)
@@ -86,13 +86,13 @@ def copies(
 
 
 class Size(NamedTuple):
-    """How much is measured."""
+    """Size of the study."""
 
     tasks: tuple[str, ...]  # "copy" and "reverse"
     positions: tuple[str, ...]  # kinds of positions of the models, "none" among them
     seeds: int  # models for each task and kind of positions
     steps: int  # training steps
-    longest: int  # L, length of the longest trained source
+    longest: int  # L, the longest source length in training
     vocab_size: int
     batch_size: int
     examples: int  # held-out sources
@@ -103,7 +103,7 @@ FULL = Size(KINDS, POSITIONS, seeds=6, steps=1000, longest=6, vocab_size=16, bat
 
 
 def gpt(positions: str, size: Size) -> GPT:
-    """The model, for sources of up to twice the longest trained length."""
+    """The model; its context fits sources twice as long as the longest in training."""
     context = 4 * size.longest + 2
     sizes = {"vocab_size": size.vocab_size, "num_layers": LAYERS, "num_heads": HEADS, "width": WIDTH}
     options = {"positions": positions, "mlp_ratio": 1.0, "use_bias": True, "attention": {"qk_norm": False}}
@@ -154,12 +154,12 @@ def _right(model, params, test):
 
 
 def exact(logits: Float[Array, "B T V"], batch: Copies) -> Bool[Array, " B"]:
-    """Whether the most probable token is right wherever there is a target."""
+    """Whether the most probable token is right at every position that has a target."""
     return ((logits.argmax(-1) == batch.targets) | (batch.targets < 0)).all(-1)
 
 
 def beyond(rows: list[dict], task: str, positions: str, trained: bool = False) -> list[float]:
-    """The exact match by seed, averaged over the lengths beyond training, or over the trained lengths."""
+    """The exact match of each seed, averaged over the longer lengths or, if `trained`, over the trained lengths."""
     chosen = [r for r in rows if (r["task"], r["positions"], r["trained"]) == (task, positions, trained)]
     return [float(np.mean(v)) for v in table(chosen, "seed", "exact match").values()]
 

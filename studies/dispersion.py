@@ -36,8 +36,8 @@ ITEMS, CLASSES, WIDTH, BATCH = 16, 10, 64, 128
 LENGTHS = tuple(2**n for n in range(4, 13))
 POLYNOMIAL = (-0.037, 0.481, -2.3, 4.917, -1.791)  # Veličković et al. 2024, figure 4
 PLAIN, ADAPTIVE, LOGARITHMIC = KINDS = ("softmax", "adaptive temperature", "logits · log n / log 16")
-PIECE = 16  # sets evaluated at a time, for memory
-GRID = 2000  # values
+PIECE = 16  # sets evaluated at a time, to limit memory
+GRID = 2000  # values in the grid of `logit_range`
 
 
 class Items(NamedTuple):
@@ -58,7 +58,7 @@ def largest_of(
 
     Args:
       items: N, the most items of a set.
-      fewest: the fewest items of a set, with sizes uniform between both; None for N.
+      fewest: the fewest items of a set; sizes are uniform from `fewest` to N. None: all sets have N items.
       classes: number of classes.
     """
     fewest = items if fewest is None else fewest
@@ -113,16 +113,16 @@ def attend(params, batch, sharpness=1.0):
 
 
 def temperatures(weights, length: int):
-    """The factors of the logits, `[KINDS, B]`, given the weights `[B, N]` of plain softmax."""
+    """The factors `[KINDS, B]` that scale the logits, computed from the weights `[B, N]` of plain softmax."""
     entropy = -(weights * jnp.log(weights + 1e-9)).sum(-1)
     polynomial = jnp.maximum(jnp.polyval(jnp.array(POLYNOMIAL), entropy), 1.0)
-    adaptive = jnp.where(entropy > 0.5, polynomial, 1.0)  # as in the paper: sharp heads are left alone
+    adaptive = jnp.where(entropy > 0.5, polynomial, 1.0)  # as in the paper, which does not sharpen heads of low entropy
     plain = jnp.ones_like(entropy)
     return jnp.stack([plain, adaptive, plain * max(1.0, np.log(length) / np.log(ITEMS))])
 
 
 def evaluate(params, step, seed, *, length: int, sets: int):
-    """Largest weight, share of largest weights on the right item, and accuracy of each kind: three `[KINDS]`."""
+    """For each kind: the mean largest weight, how often it is on the right item, and the accuracy; three `[KINDS]`."""
 
     def piece(number):
         batch = largest_of(step + number, batch_size=PIECE, items=length, classes=CLASSES, seed=seed)
@@ -135,7 +135,7 @@ def evaluate(params, step, seed, *, length: int, sets: int):
 
 
 def logit_range(params):
-    """The head's logits over a grid of all values and classes: M − m, and e^M over the mean of e^logit."""
+    """M − m, and e^M divided by the mean of e^logit, for the head's logits on a grid of all values and classes."""
     values = jnp.tile(jnp.linspace(0, 1, GRID), CLASSES)[None]
     classes = jnp.repeat(jnp.arange(CLASSES), GRID)[None]
     lengths = jnp.array([values.size])
@@ -180,7 +180,7 @@ def _loss(params, batch):
 
 
 def _at(rows, kind, items, value) -> list[float]:
-    """A measurement by seed."""
+    """A measurement for each seed."""
     return [r[value] for r in rows if (r["kind"], r["items"]) == (kind, items)]
 
 
@@ -217,7 +217,7 @@ def judge(rows: list[dict]) -> Verdict:
             f"the bound e^(M − m) / n is exceeded in {exceeded} of {len(plain)} rows, but M − m is {spread:.0f}: "
             f"it binds only from e^{spread.mean:.0f} items on",
         ),
-        # The limit needs many items near the largest logit; 4,096 items reach it to within some per cent.
+        # The limit is for many items near the largest logit; with 4,096 items the error is some per cent.
         (
             abs(ratio.mean - 1) < 0.2,
             f"e^M / (n mean e^logit) predicts the largest weight at {many:,}: measured over predicted is {ratio:.2f}",

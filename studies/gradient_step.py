@@ -84,7 +84,7 @@ def descent(tokens):
 
 
 def best_rate(tokens, targets):
-    """The learning rate whose step has the least squared error on these tasks."""
+    """The learning rate that minimizes the squared error after one step on these tasks."""
     step = descent(tokens)
     return (step * targets).sum() / (step**2).sum()
 
@@ -168,7 +168,7 @@ def judge(rows: list[dict]) -> Verdict:
             f"linear attention: loss {Interval.of(gaps[LINEAR]):+.2f} % above one gradient step with the best rate, "
             f"{rate:.4f} (largest gap of a seed: {max(gaps[LINEAR], key=abs):+.2f} %)",
         ),
-        # The same 1 %: equal predictions have sensitivities with cosine 1.
+        # The cosine has the same 1 %: equal predictions have sensitivities with cosine 1.
         (min(cosines[LINEAR]) >= 0.99, f"the cosine of its sensitivities is {Interval.of(cosines[LINEAR]):.4f}"),
         (
             min(gaps[SOFTMAX]) > 1,
@@ -186,8 +186,8 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """Losses and cosines through training; bands are standard deviations over seeds.
 
-    Left, a layer makes the gradient step if its curve meets the dashed line. Right, at 1 its prediction depends on the
-    query exactly as the step's does.
+    Left, a layer makes the gradient step if its curve meets the dashed line. Right, a cosine of 1 means that the
+    predictions of layer and step depend on the query in the same direction.
     """
     panels = {}
     for value, title, y in (

@@ -30,7 +30,7 @@ from attnlab.types import Array
 
 P, SHARE, WIDTH, HEADS, RATE = 59, 0.4, 64, 4, 1e-2
 STRONGEST, LOOKS = 5, 25
-KINDS = {  # weight decay, and the gain of Grokfast
+KINDS = {  # (weight decay, gain of Grokfast)
     "weight decay": (1.0, 0.0),
     "no decay": (0.0, 0.0),
     "weight decay, Grokfast": (1.0, 2.0),
@@ -44,7 +44,7 @@ FAST, FULL = Size(2, 1500), Size(6, 2000)
 
 
 class Sums(NamedTuple):
-    """Pairs and their sums."""
+    """Pairs of numbers, with their sums as targets."""
 
     tokens: Int[Array, "N 3"]  # int32 [N, 3]: a, b, and p for "="
     targets: Int[Array, " N"]  # int32 [N], (a + b) mod p
@@ -88,7 +88,7 @@ MODEL = Adder()
 
 
 def grokfast(decay: float, gain: float) -> optax.GradientTransformation:
-    """Add `gain` times the moving average of the gradients to each (Lee et al. 2024)."""
+    """Add `gain` times the gradients' moving average to each gradient (Lee et al. 2024)."""
 
     def update(gradient, average, params=None):
         average = jax.tree.map(lambda mean, g: decay * mean + (1 - decay) * g, average, gradient)
@@ -141,7 +141,7 @@ def _look(params, train, held_out):
 
 
 def first_steps(rows: list[dict], kind: str, value: str, least: float) -> list[int | None]:
-    """By seed, the first measured step at which a value is at least `least`; None for never."""
+    """For each seed, the first measured step at which a value is at least `least`; None if it never is."""
     reached = table([r for r in rows if r["kind"] == kind], "seed", value)
     steps = table([r for r in rows if r["kind"] == kind], "seed", "step")
     return [next((n for n, v in zip(steps[s], values) if v >= least), None) for s, values in reached.items()]
@@ -167,7 +167,7 @@ def judge(rows: list[dict]) -> Verdict:
             f"99 % of the training pairs are right by step {', '.join(map(str, learned))}, 90 % of those held out by "
             f"{when[DECAY]} (by seed; accuracy at {last:,}: {ends[DECAY]:.2f})",
         ),
-        # Few: five of 29 frequencies have most of the power.
+        # "Few" means that five of 29 frequencies have most of the power.
         (
             min(shares[DECAY]) > max(0.5, *random),
             f"five frequencies then have {Interval.of(shares[DECAY]):.2f} of the embedding's power, "

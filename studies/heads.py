@@ -66,7 +66,7 @@ def score(model, params, batches: Iterator[Batch]) -> float:
 
 
 def _losses(rows):
-    """{width: {heads: losses, one per seed}}"""
+    """`{width: {heads: losses}}`, with one loss per seed."""
     return {w: table([r for r in rows if r["width"] == w], "heads", "loss") for w in sorted({r["width"] for r in rows})}
 
 
@@ -83,7 +83,7 @@ def judge(rows: list[dict]) -> Verdict:
 
 
 def _lost(losses, best) -> tuple[float, float]:
-    """Mean paired difference over seeds, and its two standard errors (0 for a single seed)."""
+    """Mean paired difference over seeds, and two standard errors of this mean (0 for a single seed)."""
     difference = np.subtract(losses, best)
     seeds = len(difference)
     return float(difference.mean()), float(2 * difference.std(ddof=1) / seeds**0.5) if seeds > 1 else 0.0
@@ -97,7 +97,7 @@ def chance_text(chance: float) -> str:
 def draw(rows: list[dict]) -> Figure:
     """Loss against the number of heads, one curve per width, at equal parameters; bands: deviations over seeds.
 
-    If the claim holds, each curve is lowest in between: higher at one head and at the largest number.
+    If the claim holds, each curve is higher at one head and at the largest number of heads than in between.
     """
     series, spread = {}, {}
     for width, by_heads in _losses(rows).items():

@@ -44,11 +44,11 @@ INTACT, SHUFFLED, WITHOUT, CONTROL = "intact", "shuffled", "without induction he
 
 
 class Size(NamedTuple):
-    """How much is measured."""
+    """Size of the study."""
 
     seeds: int  # models of each depth
     steps: int  # training steps
-    looks: int  # measurements during training, besides that of the untrained model
+    looks: int  # measurements during training, not counting the untrained model
     batch_size: int
     examples: int  # held-out sequences
 
@@ -68,7 +68,7 @@ class Text(NamedTuple):
     """Held-out sequences, each repeated with its period."""
 
     tokens: Int[np.ndarray, "B T"]
-    shuffled: Int[np.ndarray, "B T"]  # with the tokens from the second period on in random order
+    shuffled: Int[np.ndarray, "B T"]  # the tokens after the first period are in random order
     repeated: Bool[np.ndarray, "B T-1"]  # whether the next token is in the second period or a later one
 
 
@@ -136,14 +136,14 @@ def _look(model, text, params):
 
 
 def induction_scores(patterns: Float[Array, "L B H T T"], wanted: Bool[np.ndarray, "B T T"]) -> Float[Array, "L H"]:
-    """The weight `[L, H]` on wanted keys, averaged over the queries that have any, as in `attnlab.see.scores`."""
+    """The weight `[L, H]` on wanted keys, averaged over the queries that have wanted keys; see `attnlab.see.scores`."""
     on = jnp.where(wanted[:, None], patterns, 0).sum(-1)
     queries = jnp.asarray(wanted.any(-1))
     return jnp.where(queries[:, None], on, 0).sum((1, 3)) / queries.sum()
 
 
 def _predictions(logits, following, repeated):
-    """Loss and accuracy within the first period, and from the second on."""
+    """Loss and accuracy within the first period, and after it."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, following)
     right = logits.argmax(-1) == following
     return {
@@ -154,7 +154,7 @@ def _predictions(logits, following, repeated):
 
 
 def _ablations(model, params, untrained, text):
-    """Accuracy of one seed without its induction heads, and without as many others, mean over all choices."""
+    """Accuracy of one seed without its induction heads, and the mean over all ways to remove as many other heads."""
     tokens = text.tokens[:, :-1]
     pattern = jax.jit(lambda params: see.capture(model, params, tokens).stack("pattern"))
     scored = see.scores(pattern(params), tokens, ("induction",), untrained=pattern(untrained))
@@ -194,11 +194,11 @@ def final(rows: list[dict], model: str, what: str, value: str) -> list:
 
 
 class Rise(NamedTuple):
-    """When a model of two layers learned, in steps."""
+    """When a model of two layers learned: training steps."""
 
-    began: int  # accuracy from the second period on first reached a quarter of its last value
-    ended: int  # three quarters
-    loss: int  # the loss from the second period on was half-way down
+    began: int  # accuracy after the first period was at a quarter of its whole rise
+    ended: int  # accuracy was at three quarters of its rise
+    loss: int  # the loss after the first period was half-way down
     score: int  # the highest induction score was half-way up
     interval: int  # steps between two measurements
 
@@ -223,7 +223,7 @@ def rises(rows: list[dict]) -> list[Rise]:
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if two layers learn it suddenly and depend on induction heads, and one layer does not learn it."""
+    """Held if two layers learn repetition suddenly and depend on induction heads, and one layer does not learn it."""
     two, one = (Interval.of(final(rows, depth, INTACT, "accuracy repeated")) for depth in (TWO, ONE))
     start = Interval.of(
         [r["accuracy repeated"] for r in rows if r["model"] == TWO and r["step"] == 0 and r["what"] == INTACT]
@@ -231,7 +231,7 @@ def judge(rows: list[dict]) -> Verdict:
     within, shuffled = final(rows, TWO, INTACT, "loss first"), final(rows, TWO, SHUFFLED, "loss repeated")
     learned = rises(rows)
     total = max(r["step"] for r in rows)
-    length = [rise.ended - rise.began + rise.interval for rise in learned]  # at most
+    length = [rise.ended - rise.began + rise.interval for rise in learned]  # upper bounds
     distances = [abs(rise.score - rise.loss) for rise in learned]
     intact = np.array(final(rows, TWO, INTACT, "accuracy repeated"))
     costs = {what: intact - final(rows, TWO, what, "accuracy repeated") for what in (WITHOUT, CONTROL)}
@@ -272,8 +272,8 @@ def _numbers(values) -> str:
 def draw(rows: list[dict]) -> Figure:
     """Loss, accuracy and induction score through training, and accuracy without heads; bands: deviations over seeds.
 
-    The first three panels show held-out text; the score is that of the highest head. In the last panel each seed has
-    one point for its intact model, one without its induction heads, and one without as many others.
+    The first three panels show held-out text; the score is the highest of all heads. In the last panel each seed has
+    a point for the intact model, one without its induction heads, and one without as many other heads.
     """
 
     def curve(depth, what, value):

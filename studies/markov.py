@@ -70,7 +70,7 @@ def chains(
     probability that j follows i is (count of i j + 1) / (count of i + S), over the previous pairs.
 
     Args:
-      states: S.
+      states: S, the number of states.
       doubly_stochastic: scale the columns to sum to 1 as well: all states are then equally frequent in the long run,
         and counts of single states predict nothing.
     """
@@ -114,7 +114,7 @@ class Model(nn.Module):
 
 
 def predictions(tokens, states: int = STATES) -> dict:
-    """Each predictor's probabilities of the next state, by name, `[B, T, S]`, for tokens `[B, T]`."""
+    """Probabilities `[B, T, S]` of the next state, by name of the predictor, for tokens `[B, T]`."""
     seen = jax.nn.one_hot(tokens, states)
     counts = seen.cumsum(1)
     pairs = (seen[:, :-1, :, None] * seen[:, 1:, None, :]).cumsum(1)  # [B, T − 1, S, S]
@@ -125,7 +125,7 @@ def predictions(tokens, states: int = STATES) -> dict:
 
 
 def divergence(p, log_q):
-    """Mean KL divergence in nats of distributions `[…, S]` from p."""
+    """Mean KL divergence KL(p ‖ q), in nats, of distributions `[…, S]`."""
     return (p * (jnp.log(p) - log_q)).sum(-1).mean()
 
 
@@ -180,12 +180,12 @@ def curves(rows: list[dict], condition: str, name: str) -> tuple[np.ndarray, np.
 
 
 def closest(rows: list[dict], condition: str) -> np.ndarray:
-    """Which of PREDICTORS each model is closest to, by its index, `[seeds, looks]`."""
+    """The index in PREDICTORS of the predictor that each model is closest to, `[seeds, looks]`."""
     return np.argmin([curves(rows, condition, name)[1] for name in PREDICTORS], axis=0)
 
 
 def time_to_bigrams(rows: list[dict], condition: str) -> np.ndarray:
-    """The first look at which bigrams are the closest predictor, `[seeds]`; inf for never."""
+    """The step of the first look at which bigrams are the closest predictor, `[seeds]`; inf if they never are."""
     steps, _ = curves(rows, condition, "bigram")
     reached = closest(rows, condition) == 2
     return np.where(reached.any(1), steps[reached.argmax(1)], np.inf)

@@ -27,7 +27,7 @@ FAST, FULL = Size(seeds=3, steps=300), Size(seeds=8, steps=2000)
 
 
 def examples(key, count: int, low: float, high: float):
-    """Vectors `[count, 2·PAIRS + 1, WIDTH]`: 2i and 2i + 1 share a pattern, the last is unrelated."""
+    """Vectors `[count, 2·PAIRS + 1, WIDTH]`: 2i and 2i + 1 share a pattern; the last is unrelated to all others."""
     patterns, noise, unrelated, factor = jax.random.split(key, 4)
     x = jnp.repeat(jax.random.normal(patterns, (count, PAIRS, WIDTH)), 2, axis=1)
     x = x + NOISE * jax.random.normal(noise, x.shape)
@@ -36,7 +36,7 @@ def examples(key, count: int, low: float, high: float):
 
 
 def weights(kind: str, params, x):
-    """Weights `[count, 2·PAIRS, 2·PAIRS + 1]` of all queries but the long vector; no vector attends to itself."""
+    """Weights `[count, 2·PAIRS, 2·PAIRS + 1]` of all queries except the long vector; no vector attends to itself."""
     others = Dense(~jnp.eye(x.shape[1], dtype=bool))
     if kind == "raw":
         w = attention_weights(x[:, :, None], x[:, :, None], mask=others)
@@ -47,7 +47,7 @@ def weights(kind: str, params, x):
 
 
 def module(kind: str) -> MultiHeadAttention:
-    """One head with projections, and with QK-norm for that kind."""
+    """One head with projections; the normalised kind also has QK-norm."""
     return MultiHeadAttention(num_heads=1, use_bias=False, qk_norm=kind == KINDS[2], impl="dense")
 
 

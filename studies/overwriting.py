@@ -40,7 +40,7 @@ ENOUGH, LOSS = 0.9, 0.2
 
 
 class Size(NamedTuple):
-    """How much is measured."""
+    """Size of the study."""
 
     seeds: int  # models for each mixer and number of rewrites
     steps: int  # training steps
@@ -97,7 +97,7 @@ def _train(model, draw, size, advance):
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if both recall what is written once, and only linear attention loses what is written again."""
+    """Held if both mixers recall pairs written once, and only linear attention fails on pairs written again."""
     none, most = min(r["rewrites"] for r in rows), max(r["rewrites"] for r in rows)
 
     def at(mixer, rewrites):

@@ -27,7 +27,7 @@ from attnlab.study.report import Options, Verdict, table
 READS_TEXT = True
 FEATURES = 128
 CONTEXT, FACTORS, HEADS, WIDTH = 64, (1, 2, 4), 4, 64
-SCORED = 16  # last characters of a window: even in the shortest, the first of them has 48 before it
+SCORED = 16  # how many last characters of a window count: in the shortest window, 48 come before them
 MASKED = 0.15  # share of characters to predict if there is no causal mask
 FAST, FULL = fitting.Size(seeds=1, steps=110), fitting.Size(seeds=3, steps=2000)
 
@@ -62,7 +62,7 @@ class Reader(nn.Module):
 
 
 def losses(model: Reader, params, tokens, hidden):
-    """Loss in nats `[B, T]` of each next character; without a causal mask, of each character, with `hidden` masked."""
+    """Loss in nats `[B, T]` of next characters; without a causal mask, loss of all characters, `hidden` ones masked."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if not model.causal:
         inputs, targets = jnp.where(hidden, model.vocab_size, inputs), inputs
@@ -183,7 +183,7 @@ def judge(rows: list[dict]) -> Verdict:
 
 
 def _losses(rows):
-    """{(mask, positions): {length: mean loss}}"""
+    """`{(mask, positions): {length: mean loss}}`."""
     groups = {}
     for row in rows:
         if row["what"] == "extrapolation":
@@ -196,8 +196,8 @@ def _losses(rows):
 def draw(rows: list[dict]) -> Figure:
     """Similarity against distance, and loss against length with and without the causal mask, means over seeds.
 
-    Left, only a smooth fall would let the similarity tell the distance. In the other panels the leftmost points are at
-    the trained length: positions with a curve that rises from there do not extrapolate.
+    Left, the similarity determines the distance only if the curve always falls. In the other panels the leftmost
+    points are at the trained length: if a curve rises from there, its positions do not extrapolate.
     """
     loss = _losses(rows)
     similarity = [row["similarity"] for row in rows if row["what"] == "similarity"]

@@ -33,13 +33,13 @@ from ._quickstart import HEADS, LAYERS
 READS_TEXT = True
 COUNT, HALF = LAYERS * HEADS, LAYERS * HEADS // 2
 GREEDY, SINGLE, RANDOM, ZERO, FEWER = "best first", "by single effects", "random order", "best first, zeros", "fewer"
-TENTH = 0.1  # of what all heads are worth
+TENTH = 0.1  # share of the rise in loss when all heads are removed
 ORDERS = 3  # random orders to average over
 UPDATES = 100  # pruning a model counts as this many updates in the progress
 
 
 class Size(NamedTuple):
-    """How much is measured: seeds, updates, and windows of text to find an order on, and to measure losses on."""
+    """Size of the study: seeds, updates, windows for finding the order, and windows for measuring losses."""
 
     seeds: int
     steps: int
@@ -120,7 +120,7 @@ def _means(model, params, tokens):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _best_first(model, params, tokens, replacements):
-    """The order in which heads are removed, `[heads]`, and the losses when each is removed alone."""
+    """The order in which a greedy search removes heads, `[heads]`, and the losses when each is removed alone."""
 
     def remove(keep, _):
         losses = _losses(model, params, tokens, keep & ~jnp.eye(COUNT, dtype=bool), replacements)
@@ -132,7 +132,7 @@ def _best_first(model, params, tokens, replacements):
 
 
 def _prune(model, params, chosen_on, measured_on, seed: int) -> dict[str, np.ndarray]:
-    """Losses with all heads, without the first of an order, without two, …, `[heads + 1]`, by order."""
+    """For each order, the losses `[heads + 1]` after removing its first 0, 1, 2, … heads."""
     means = _means(model, params, chosen_on)
     order, alone = _best_first(model, params, chosen_on, means)
     order_of_zeros, _ = _best_first(model, params, chosen_on, nothing(model))
@@ -151,13 +151,13 @@ def _prune(model, params, chosen_on, measured_on, seed: int) -> dict[str, np.nda
 
 
 def removable(rows: list[dict], order: str) -> list[float]:
-    """By seed, how many heads can go until the loss has risen by a tenth of what all heads are worth."""
+    """For each seed, how many heads can go before the loss rises by a tenth of its rise without any heads."""
     counts = []
     for seed in sorted({row["seed"] for row in rows}):
         by_kept = {row["kept"]: row["loss"] for row in rows if (row["seed"], row["order"]) == (seed, order)}
         losses = np.array([by_kept[kept] for kept in sorted(by_kept, reverse=True)])
         too_much = losses - losses[0] > TENTH * (losses[-1] - losses[0])
-        counts.append(float(np.argmax(too_much)) - 1)  # with no heads left it always is
+        counts.append(float(np.argmax(too_much)) - 1)  # without heads the rise is always too much
     return counts
 
 
@@ -168,7 +168,7 @@ def losses_of(rows: list[dict], order: str, kept: int) -> list[float]:
 
 
 def rises(rows: list[dict], order: str, kept: int) -> list[float]:
-    """By seed, how much higher the loss is with `kept` heads than with all."""
+    """For each seed, how much higher the loss is with `kept` heads than with all heads."""
     return [a - b for a, b in zip(losses_of(rows, order, kept), losses_of(rows, GREEDY, COUNT))]
 
 

@@ -32,7 +32,7 @@ SHOWN = -40  # the lowest power of ten in the figure
 
 
 class Size(NamedTuple):
-    """Size of the study: how many random models."""
+    """Size of the study: the number of random models."""
 
     seeds: int
 
@@ -90,15 +90,15 @@ def draw_weights(seed: int) -> tuple[np.ndarray, list[Weights]]:
 
 
 def attend(tokens: Tokens, weights: Weights) -> tuple[np.ndarray, np.ndarray]:
-    """The sum of unmasked attention before W_VO: its centre `[F]`, and its deviations over the cube of their size.
+    """Tokens averaged by unmasked attention, before W_VO: centre `[F]`, and deviations divided by exp(3 log_size).
 
-    With X = 1xᵀ + sR, the logits of query i are, up to a constant, a + s²E_i with a = s R W_QKᵀ x and E = R W_QK Rᵀ.
-    With q = softmax(a), the weights are 1qᵀ + s²D, and the outputs 1(x + sRᵀq)ᵀ + s³DR: the cube of the theorem.
+    Let X = 1xᵀ + sR. Up to a constant, query i has logits a + s²E_i with a = s R W_QKᵀ x and E = R W_QK Rᵀ. With
+    q = softmax(a), the weights are 1qᵀ + s²D and the outputs are 1(x + sRᵀq)ᵀ + s³DR: the theorem's cube is s³.
     """
     s, R = np.exp(tokens.log_size), tokens.deviations
     q, E = _shared(tokens, weights)
     x = s * s * E
-    if np.abs(x).max() > 1:  # far enough from q for a difference
+    if np.abs(x).max() > 1:  # here the difference from q loses few digits
         D = (_softmax(x + np.log(np.maximum(q, np.finfo(float).tiny))) - q) / (s * s)
     else:
         grown = np.where(x == 0, E, E * np.expm1(x) / np.where(x == 0, 1, x))  # (exp(s²E) − 1) / s²
@@ -108,31 +108,31 @@ def attend(tokens: Tokens, weights: Weights) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _softmax(logits):
-    """Along the last axis."""
+    """Softmax along the last axis."""
     p = np.exp(logits - logits.max(-1, keepdims=True))
     return p / p.sum(-1, keepdims=True)
 
 
 def _shared(tokens, weights):
-    """q `[T]`, the attention shared by all queries, and E `[T, T]`, see `attend`."""
+    """q `[T]`, the attention weights shared by all queries, and E `[T, T]`; `attend` defines both."""
     R = tokens.deviations
     a = np.exp(tokens.log_size) * (R @ (weights.query_key.T @ tokens.centre))
     return _softmax(a), R @ weights.query_key @ R.T
 
 
 def attend_causally(tokens: Tokens, weights: Weights) -> np.ndarray:
-    """The deviations `[T, F]` of causal attention before W_VO, over their size; the centre stays."""
+    """Deviations `[T, F]` after causal attention, before W_VO, divided by exp(log_size); the centre does not change."""
     s, R = np.exp(tokens.log_size), tokens.deviations
     logits = s * (R @ (weights.query_key.T @ tokens.centre)) + s * s * (R @ weights.query_key @ R.T)
     return _softmax(np.where(np.tri(len(R), dtype=bool), logits, -np.inf)) @ R
 
 
 def feed(tokens: Tokens, weights: Weights) -> tuple[np.ndarray, np.ndarray]:
-    """The MLP's output: centre `[F]`, and deviations `[T, F]` over their size, without cancellation."""
+    """The MLP's output: centre `[F]`, and deviations `[T, F]` divided by exp(log_size), without cancellation."""
     u, change = tokens.centre @ weights.up, tokens.deviations @ weights.up
     with np.errstate(divide="ignore", over="ignore"):  # infinite: no unit changes sign
         least = u / np.exp(tokens.log_size)
-    change = np.where(u > 0, np.maximum(change, -least), np.maximum(change + least, 0))  # of relu, relative to relu(u)
+    change = np.where(u > 0, np.maximum(change, -least), np.maximum(change + least, 0))  # from relu(u), divided by s
     return np.maximum(u, 0) @ weights.down, change @ weights.down
 
 
@@ -192,14 +192,14 @@ def measure(options: Options) -> list[dict]:
 
 
 def _logs(rows, kind, value) -> np.ndarray:
-    """One of the logarithms of a kind `[seeds, layers]`; NaN where a layer has none."""
+    """One of the logarithms for a kind `[seeds, layers]`; NaN for layers without it."""
     logs = {(r["seed"], r["layer"]): r.get(value, np.nan) for r in rows if r["kind"] == kind}
     seeds, layers = (sorted(set(numbers)) for numbers in zip(*logs))
     return np.array([[logs[seed, layer] for layer in layers] for seed in seeds])
 
 
 def slopes(logs: np.ndarray) -> np.ndarray:
-    """Slope of log r[l+1] over log r[l] `[seeds, L − 1]` from log r `[seeds, L + 1]`; 3 is doubly exponential."""
+    """Slope of log r[l+1] against log r[l] `[seeds, L − 1]`, from log r `[seeds, L + 1]`; 3 is doubly exponential."""
     fall = np.diff(logs, axis=1)
     return fall[:, 1:] / fall[:, :-1]
 
@@ -246,9 +246,9 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """Distance of the tokens from one another by layer, and the slope of its logarithm from layer to layer.
 
-    Left, a straight fall is exponential decay, one that bends down doubly exponential; curves end where they leave the
-    panel, and bands are standard deviations over seeds. Right, medians over seeds, with bands as wide as their middle
-    half.
+    Left, a straight fall is exponential decay, and a fall that steepens is doubly exponential; curves end where they
+    leave the panel, and bands are standard deviations over seeds. Right, curves are medians over seeds, and bands
+    contain the middle half of the seeds.
     """
     distance, slope = {}, {}
     spread = {"distance": {}, "slope": {}}
@@ -258,7 +258,7 @@ def draw(rows: list[dict]) -> Figure:
         distance[kind] = (list(range(shown)), list(logs.mean(0)[:shown]))
         spread["distance"][kind] = logs.std(0)[:shown]
         if kind in (ALONE, MLPS, CAUSAL):  # with skips there is no decay to take a slope of
-            each = slopes(logs)[:, 1:]  # the first layer's fall is near 0, so that a ratio over it has any size
+            each = slopes(logs)[:, 1:]  # the first layer's fall is near 0, and a ratio to it can have any size
             slope[kind] = (list(range(2, each.shape[1] + 2)), list(np.median(each, axis=0)))
             low, high = np.percentile(each, [25, 75], axis=0)
             spread["slope"][kind] = (high - low) / 2

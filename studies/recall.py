@@ -44,7 +44,7 @@ SOFTMAX, LINEAR, RECURRENT, CONVOLUTION = "softmax attention", "linear attention
 
 
 class GatedConv(nn.Module):
-    """One causal filter per feature, as long as the sequence, times a gate: the BaseConv of Arora et al. 2023."""
+    """A causal filter as long as the sequence for each feature, times a gate: the BaseConv of Arora et al. 2023."""
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T F"], **_) -> Float[Array, "B T F"]:
@@ -66,7 +66,7 @@ LEARNING_RATE = 1e-2
 
 
 class Size(NamedTuple):
-    """How much is measured."""
+    """Size of the study."""
 
     seeds: int  # models for each mixer and width
     steps: int  # training steps
@@ -84,7 +84,7 @@ class Model(nn.Module):
     """Logits of the values of the queried keys."""
 
     mixer: str  # one of `MIXERS`
-    width: int  # of all layers
+    width: int  # width of all layers
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B P V"]:
@@ -144,7 +144,7 @@ def _right(model, params, test):
 
 
 def needed(rows: list[dict], mixer: str) -> dict[int, int | float]:
-    """The smallest measured width with `ENOUGH` recall on average, by number of pairs; infinity if there is none."""
+    """For each number of pairs, the smallest width with a mean recall of `ENOUGH`; infinity if no width has it."""
     chosen = [r for r in rows if r["mixer"] == mixer]
     widths = {}
     for pairs in sorted({r["pairs"] for r in chosen}):
@@ -154,7 +154,7 @@ def needed(rows: list[dict], mixer: str) -> dict[int, int | float]:
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if softmax attention needs the same width for all pairs, and linear attention ever more."""
+    """Held if softmax attention needs the same width for any number of pairs, and linear attention needs ever more."""
     widths = {mixer: needed(rows, mixer) for mixer in MIXERS}
     soft, linear = (list(widths[mixer].values()) for mixer in (SOFTMAX, LINEAR))
     most = max(PAIRS)
@@ -211,8 +211,8 @@ def _in_words(rows, widths, mixer):
 def draw(rows: list[dict]) -> Figure:
     """The share of values recalled against the width, one panel per number of pairs; bands: deviations over seeds.
 
-    A mixer needs the width at which its curve passes 0.9. Bands are wide where some seeds have learned within the
-    steps and others have not.
+    A mixer needs the width at which its curve passes 0.9. Bands are wide where only some seeds have learned the task
+    within the training steps.
     """
     panels = {}
     for pairs in PAIRS:

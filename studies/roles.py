@@ -32,7 +32,7 @@ from . import _quickstart as quickstart
 from ._quickstart import CONTEXT, HEADS, LAYERS
 
 READS_TEXT = True
-# Two groups, key first: (key)…(query).
+# Each pattern has two groups: the first matches the key, the second the query.
 PATTERNS = {
     "en": {
         "subject → verb": r"\b([a-z]{3,}) (is|are|has|have|returns?|raises?|must|can|may|will|should|does|was|were)\b",
@@ -49,12 +49,12 @@ PATTERNS = {
         "quote begins → ends": r"([«“\"¿])[^«»“”\"¿?\n]{2,}([»”\"?])",
     },
 }
-KINDS = ("previous", "duplicate", "induction", "current", "sink")  # what else a head may do, see `attnlab.see.scores`
+KINDS = ("previous", "duplicate", "induction", "current", "sink")  # other roles of heads, see `attnlab.see.scores`
 LEAST = 30  # pairs per role
 
 
 class Size(NamedTuple):
-    """How much is measured: seeds, updates, and the most pairs per role and windows of held-out text."""
+    """Size of the study: seeds, updates, the most pairs per role, and the number of held-out windows."""
 
     seeds: int
     steps: int
@@ -76,13 +76,13 @@ class Pair(NamedTuple):
 
 
 def find(text: str, pattern: str) -> list[Pair]:
-    """Find the pairs that fit into a window ending with the query."""
+    """Find the pairs that fit into a window of CONTEXT characters that ends with the query."""
     pairs = [Pair(*match.span(1), *match.span(2)) for match in re.finditer(pattern, text)]
     return [pair for pair in pairs if pair.query_end - pair.key < CONTEXT <= pair.query_end]
 
 
 def controls(text: str, pairs: list[Pair], taken: set[int], draw) -> list[Pair]:
-    """For each pair another place, not `taken`, that has the same distances and character classes at its edges."""
+    """For each pair, a place not in `taken` with the same distances and the same character classes at its edges."""
     kinds = np.array([0 if c.isalnum() else 1 if c.isspace() else 2 for c in text])  # word, white space, punctuation
     is_bound = np.append(np.diff(kinds, prepend=-1) != 0, True)
     is_bound[:-1] |= kinds == 2  # each punctuation mark is a unit
@@ -129,7 +129,7 @@ def measure(options: Options) -> list[dict]:
 
 
 def places(source: fitting.StudyText, most: int) -> dict[str, tuple[list[Pair], list[Pair]]]:
-    """By role, pairs in the validation text and their controls; UserError if every role has too few."""
+    """For each role, pairs in the validation text and their controls; UserError if every role has too few pairs."""
     text, draw = source.tokenizer.decode(source.validation), np.random.default_rng(0)
     by_role = {}
     for role, pattern in PATTERNS[source.language].items():
@@ -200,13 +200,13 @@ def _look(model, untrained, trained, tokens, count: int):
 
 
 def _kind(scores: see.Scores, layer: int, head: int) -> str:
-    """Where a head has most of its weight, if its score is above those of untrained heads; otherwise ""."""
+    """Where a head has most of its weight, if it scores above untrained heads; otherwise ""."""
     kinds = [kind for kind in KINDS if (layer, head) in scores.heads(kind) and scores.values[kind][layer, head] > 0.5]
     return max(kinds, key=lambda kind: scores.values[kind][layer, head], default="")
 
 
 def best(rows: list[dict], role: str) -> list[dict]:
-    """For each seed, the row of the head that has this role most, among those with a p-value below 1 % if any."""
+    """For each seed, the row of the head with the highest lift for a role; heads with p-values below 1 % come first."""
     seeds = sorted({row["seed"] for row in rows})
     groups = ([row for row in rows if (row["role"], row["seed"]) == (role, seed)] for seed in seeds)
     return [max(each, key=_rank) for each in groups if each]
@@ -246,8 +246,8 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """Lift of the heads for each role, ranked in each seed, and their weight on the previous character.
 
-    Left, a head has a role if its weight is at least twice the control's. Right, the same heads in the same order: one
-    with a high weight attends to the previous character. Bands are standard deviations over seeds.
+    Left, a head has a role if its weight is at least twice the control's. Right, the same heads in the same order: a
+    head with a high weight attends to the previous character. Bands are standard deviations over seeds.
     """
 
     def ranked(role, value):

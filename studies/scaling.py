@@ -50,19 +50,19 @@ def measure(options: Options) -> list[dict]:
                         "jacobian_norm": float(norm.mean()),
                     }
                 )
-            advance(int(width))  # drawing queries and keys dominates the time
+            advance(int(width))  # the time is mostly for drawing queries and keys
     return rows
 
 
 def _scores(draw, simulations, width):
-    """Products q·k `[simulations, KEYS]`; products with one query are not independent."""
+    """Products q·k `[simulations, KEYS]`; products that share a query are not independent."""
     q = draw.standard_normal((simulations, width), np.float32)
     k = draw.standard_normal((simulations, KEYS, width), np.float32)
     return np.einsum("sd,skd->sk", q, k)
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if the variance is d_k, the norm constant only with √d_k, and unscaled it rises before it falls."""
+    """Held if the variance is d_k, and the norm is constant only with √d_k but rises, then falls, without scaling."""
     norms, variances = (
         {
             name: {d: np.mean(v) for d, v in table([r for r in rows if r["scale"] == name], "d_k", value).items()}

@@ -40,7 +40,7 @@ CONDITIONS = (SOFTMAX, SINK, SIGMOID, SGD)
 
 
 class Size(NamedTuple):
-    """How much is measured: seeds, updates, and looks at the models while they are trained."""
+    """Size of the study: seeds, updates, and measurements during training."""
 
     seeds: int
     steps: int
@@ -104,7 +104,7 @@ def backcopy_chain(seed: Number, vocab_size: int = 64, triggers: int = 3, rate: 
 
 
 class SigmoidAttention(nn.Module):
-    """One causal head whose weights are σ(q·k / √D), each by itself."""
+    """One causal head with weights σ(q·k / √D), which are not normalized over the keys."""
 
     @nn.compact
     def __call__(self, x, **_):
@@ -161,7 +161,7 @@ def _measure(condition: str, size: Size, advance: Advance):
 
 
 def _sgd(steps: int) -> optax.GradientTransformation:
-    """SGD with momentum 0.9, as in the authors' script, and ten times their rate, for fewer updates."""
+    """SGD with momentum 0.9, as in the authors' script; ten times their rate makes up for fewer updates."""
     return optax.sgd(optax.cosine_decay_schedule(0.3, steps), momentum=0.9)
 
 
@@ -182,7 +182,7 @@ def _look(model, params, seed) -> dict:
     without["params"]["attention"]["out"]["kernel"] *= 0.0
     chain = backcopy_chain(seed)
     oracle = jnp.where(at_triggers, 0.0, jax.scipy.special.entr(chain).sum(-1)[inputs])
-    # Cross-entropy against the exact probabilities of the next token, rather than against the one drawn.
+    # Cross-entropy against the exact probabilities of the next token, not against the token that was drawn.
     exact = jnp.where(at_triggers[..., None], jax.nn.one_hot(tokens[:, 1:], VOCABULARY), chain[inputs])
 
     def excess(params):
@@ -214,7 +214,7 @@ def _at_end(rows, condition, name, step=None) -> list[float]:
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if in every seed the trained head is dormant except at triggers, and only softmax needs a sink for that."""
+    """Held if in every seed the trained head is dormant except at triggers, and only softmax needs a sink for this."""
 
     def of(name, condition=SOFTMAX, step=None):
         values = _at_end(rows, condition, name, step)
@@ -230,7 +230,7 @@ def judge(rows: list[dict]) -> Verdict:
     sink, sigmoid, sgd = (of("first, elsewhere", condition) for condition in (SINK, SIGMOID, SGD))
     learned = {name: of("excess, triggers", name)[1].mean for name in CONDITIONS}
     return Verdict.of(
-        # All thresholds: a sink has most of the weight, more than half.
+        # One threshold everywhere: a sink has more than half of the weight.
         (
             low > 0.5,
             f"away from triggers the first token has {elsewhere:.2f} of the weight (untrained {untrained:.2f}, uniform "
@@ -266,8 +266,8 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """Weight on the first token by training step, and the length of its value; bands: deviations over seeds.
 
-    A sink forms where the weight away from triggers departs from that of uniform attention. Right, below 1 the first
-    token's value is shorter than the others', so that attending to it adds little.
+    A sink forms when the weight away from triggers rises above the weight of uniform attention. Right, a ratio below
+    1 means that the first token's value is shorter than other values, so that attending to it adds little.
     """
 
     def panel(names: dict, y: str):

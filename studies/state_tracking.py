@@ -46,7 +46,7 @@ MIXERS = {
 
 
 class Size(NamedTuple):
-    """How much is measured."""
+    """Size of the study."""
 
     seeds: int  # models for each mixer
     steps: int  # training steps
@@ -131,7 +131,7 @@ def judge(rows: list[dict]) -> Verdict:
 def draw(rows: list[dict]) -> Figure:
     """The share of right answers in the second half of a sequence against its length; bands: deviations over seeds.
 
-    Chance is 0.5. The share at the trained length shows what is learnt, at longer lengths what generalizes.
+    Chance is 0.5. At the trained length the share shows what is learnt; at longer lengths it shows what generalizes.
     """
     curves = {mixer: table([r for r in rows if r["mixer"] == mixer], "times", "right") for mixer in MIXERS}
     panel = {

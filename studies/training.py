@@ -51,12 +51,12 @@ def measure(options: Options) -> list[dict]:
 
 
 def text_loss(model: GPT):
-    """`loss(params, batch)`, nats per token."""
+    """The function `loss(params, batch)`, in nats per token."""
     return lambda params, batch: token_losses(model, params, batch).mean()
 
 
 def _norms(params, gradient, first):
-    """By layer and matrix, the norms of the gradient and the weights, and how far the weights are from the first."""
+    """For each layer and matrix, the norms of gradient and weights, and the weights' relative change since `first`."""
     for layer in range(LAYERS):
         for matrix, name in MATRICES.items():
             trees = (gradient, params, first)
@@ -67,7 +67,7 @@ def _norms(params, gradient, first):
 
 
 def _relative(rows, layer, matrix):
-    """{step: gradient norm over weight norm, averaged over seeds}"""
+    """For each step, the gradient's norm divided by the weights' norm, averaged over seeds."""
     chosen = [
         r | {"relative": r["gradient"] / r["weight"]} for r in rows if (r["layer"], r["matrix"]) == (layer, matrix)
     ]
@@ -75,7 +75,7 @@ def _relative(rows, layer, matrix):
 
 
 def _ratios(rows, layer):
-    """{step: (Q and K) over (V and W)}, of the relative gradients"""
+    """For each step, the relative gradients of Q and K divided by the relative gradients of V and W."""
     q, k, v, w = (_relative(rows, layer, matrix) for matrix in MATRICES)
     return {step: (q[step] + k[step]) / (v[step] + w[step]) for step in q}
 
@@ -108,9 +108,9 @@ def judge(rows: list[dict]) -> Verdict:
 
 
 def draw(rows: list[dict]) -> Figure:
-    """Norm of each matrix's gradient over that of the matrix, by training step, one panel per layer.
+    """Norm of each matrix's gradient divided by the matrix's norm, against training step, one panel per layer.
 
-    Both axes are logarithmic: the curves of Q and K start far below those of V and W, and approach them.
+    Both axes are logarithmic: the curves of Q and K start far below the curves of V and W, and approach them.
     """
     panels = {}
     for layer in range(LAYERS):

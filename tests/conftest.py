@@ -31,7 +31,7 @@ import attnlab.support.shipped  # noqa: F401  the packages attnlab._studies and 
 from tests.seconds import SecondsByFile
 from tests.texts import TEXT
 
-# A shell's background jobs ignore SIGINT, and so would every process that they start.
+# Background jobs of a shell ignore SIGINT, and the processes that they start would ignore it too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -31,7 +31,7 @@ FOLDERS = ("ops", "nn", "training", "data", "generation")
 SECONDS = 60
 FAST = ["-m", "not slow and not campaign and not hardware"]
 
-# (file, a part of the line, the change or "" for any): why no test has to notice it.
+# (file, a part of the line, the change or "" for any change): the reason why no test has to notice it.
 EXCLUDED = {
     ("data/subwords.py", "vocab_size = min(vocab_size, 256 +", "3 -> 4"): "a bound of memory; a larger one is as right",
     ("generation/decoding.py", "return 1 << max(0, least - 1).bit_length()", ""): "one column of padding more",
@@ -131,7 +131,7 @@ def mutants_of(path, source):
 
 
 def draw(folders, count, seed):
-    """The seeded list, with equally many mutants from each folder; edits elsewhere in a file hardly change it."""
+    """The seeded list, with equally many mutants from each folder; editing other lines of a file hardly changes it."""
     drawn = []
     for folder in folders:
         places, occurrences = {}, collections.Counter()
@@ -151,7 +151,7 @@ def replaced(source, mutant):
 
 
 def marked(source, mutants):
-    """The source, changed so that each (number, mutant) marks its number when it is evaluated; mutants may nest."""
+    """The source, changed so that evaluating the expression of a (number, mutant) marks the number; they may nest."""
     inserts = []
     for number, mutant in mutants:
         length = mutant.end - mutant.start
@@ -208,7 +208,7 @@ def reach(mutants, workdir):
 
 
 def _mirroring(mutant, seconds):
-    """The fast tests of a mutant's file, or of its nearest folder: for mutants that are evaluated only on import."""
+    """The fast tests of a mutant's file or of its nearest folder, for expressions that are evaluated only on import."""
     path = Path(mutant.path.replace("attnlab/", "tests/", 1))
     path = path.with_name(f"test_{path.name}")
     while not (tests := [test for test in seconds if test.startswith(path.as_posix())]):

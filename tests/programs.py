@@ -12,8 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 JAXLIB = tuple(map(int, version("jaxlib").split(".")[:3]))
-# Nine tenths of the tests' time went into compiling small programs. Without optimizations, and with the code generator
-# from before the fusion emitters (gone in jaxlib 0.12), compiling takes an eighth.
+# With default flags, compiling small programs took nine tenths of the tests' time. Without optimizations, and with the
+# older code generator (which jaxlib 0.12 no longer has), compiling takes an eighth.
 FAST = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 AS_USERS = {"xla_backend_optimization_level": 3, "xla_cpu_parallel_codegen_split_count": 32}
 if JAXLIB < (0, 11):
@@ -43,14 +43,14 @@ def types_of_products(compiled: str) -> set:
 
 
 class Programs:
-    """This process's folder of JAX's compilation cache: filled from a shared folder, to which new entries go.
+    """JAX's compilation cache for this process: a folder that exchanges its entries with a shared folder.
 
     JAX writes an entry in place, so a killed process leaves a truncated one, and another process may read half an
     entry. Here each process writes to its own folder, and hard links share complete entries between the two.
 
     Attributes:
       own: the folder of this process, deleted when it exits.
-      shared: the folder of all processes with this type of processor. JAX names an entry by jaxlib, the
+      shared: the folder of all processes with this type of processor. An entry's name depends on jaxlib, the
         compiler's flags and the program.
     """
 
@@ -68,7 +68,7 @@ class Programs:
         atexit.register(shutil.rmtree, self.own, ignore_errors=True)
 
     def exchange(self):
-        """Publish this process's new entries and link those of others. Do not call it while a program is compiling."""
+        """Publish this process's new entries and link those of others. Do not call this while a program compiles."""
         own, shared = set(os.listdir(self.own)), set(os.listdir(self.shared))
         for names, source, target in ((own - shared, self.own, self.shared), (shared - own, self.shared, self.own)):
             for name in names:

@@ -1,6 +1,6 @@
 """The fast tests for what differs from main, and a few from every floor, in about two minutes: `make quick`.
 
-The tests of a file are in the folder that mirrors its own; those for a command are in the files named after it.
+The tests of a file are in the folder that mirrors its folder; tests of a command are in files named after the command.
 """
 
 import subprocess

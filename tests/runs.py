@@ -168,7 +168,7 @@ def unfinished(folder, workdir=None):
 
 
 def records(workdir):
-    """The records without fields that differ between runs with the same seed."""
+    """The records, without the fields that may differ between runs with the same seed."""
     lines = (Path(workdir) / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if not TIMING.search(key)} for line in lines]
 
@@ -182,7 +182,7 @@ def contents(folder):
 
 
 def digests(workdir, step):
-    """sha256 of a checkpoint's parameters, optimizer state, and average if it has one."""
+    """sha256 digests of a checkpoint's parameters, its optimizer state, and its average if there is one."""
     folder = workdir / "checkpoints" / str(step)
     names = [name for name in ("params", "opt_state", "average") if (folder / name).exists()]
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:

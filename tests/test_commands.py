@@ -251,7 +251,7 @@ def test_moved_checkpoints_are_found_by_checkpoint_dir(mistake, tmp_path):
 
 @pytest.mark.slow
 def test_damaged_checkpoint_prints_one_line(copy):
-    """In a subprocess, because Orbax's threads could write to stderr as it exits."""
+    """Runs in a subprocess, because Orbax's threads could write to stderr when the process exits."""
     for data in copy.glob("checkpoints/12/params/**/d/*"):
         data.write_bytes(data.read_bytes()[:-7])
     command = [sys.executable, "-m", "attnlab.sample", f"--workdir={copy}"]

@@ -39,8 +39,8 @@ VARIANTS = [*ROTARY, "--variant=window: model.attention.window=4"]
 # Columns that may differ between two comparisons of the same runs.
 TIMES = ("tokens_per_second", "equal_time", "memory")
 PARITY = "task:parity longest=16"
-# Two variants, published results at twice the length, and options of the command. The margin is two standard errors of
-# an accuracy near 1/2 over 64 answers.
+# Two variants, published results at twice the length, and options of the command. The margin is two standard errors
+# of an accuracy near 1/2 that is measured on 64 answers.
 TWO = f"""
 VARIANTS = {{"rotary": {{}}, "window": {{"model.attention.window": 4}}}}
 PUBLISHED = {{
@@ -384,7 +384,7 @@ def run_killed(options, folder, delays):
     ],
 )
 def test_killed_comparison_ends_with_the_undisturbed_table(tmp_path, variants, rates, delays):
-    """With subprocesses; variants with the same model share one compiled training step."""
+    """Commands run in subprocesses; variants with the same model share one compiled training step."""
     options = [
         *WITHOUT_DROPOUT,
         f"--learning_rates={','.join(map(str, rates))}",

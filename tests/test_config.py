@@ -196,7 +196,7 @@ def test_saved_names_cannot_run_other_code():
 
 
 def test_function_hidden_by_a_later_one_is_not_sent_to_processes(tmp_path):
-    """A loop defines several functions under one name, which refers only to the last."""
+    """A loop defines several functions with one name; afterwards the name refers only to the last function."""
     text = "MODS = []\nfor slope in (0.1, 0.2):\n    def near(score, b, h, i, j, slope=slope):\n"
     (file := tmp_path / "mine.py").write_text(f"{text}        return score - slope * (i - j)\n    MODS.append(near)\n")
     first, last = custom.run(file).MODS

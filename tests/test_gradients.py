@@ -106,8 +106,8 @@ def assert_equal_float64(function, arguments, chosen, cotangents, wide_function=
 
 
 def assert_near(actual, exact, message):
-    """Sums of up to 2^17 terms of either sign, whose roundings of 2^-24 add up like a random walk to 2^-15.5, with a
-    factor of 11 for the passes before. A wrong fusion is off by at least as much as the gradient."""
+    """In sums of up to 2^17 terms of either sign, roundings of 2^-24 add up to 2^-15.5, like a random walk; a factor of
+    11 allows for the passes before. A wrong fusion is off by at least as much as the gradient."""
     largest = max(np.abs(x).max() for x in jax.tree.leaves(exact))
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(exact), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2.0**-12 * largest, err_msg=message)

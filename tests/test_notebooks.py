@@ -27,7 +27,7 @@ def test_lesson_has_outputs_and_draws_only_with_shared_plots(lesson):
 
 
 def test_lesson_6_names_the_axes_of_its_table_of_heads():
-    """Its rows are heads and its columns positions, not queries and keys."""
+    """The table's rows are heads and its columns are positions; they are not queries and keys."""
     (lesson,) = (path for path in LESSONS if path.stem.startswith("6_"))
     calls = [node for node in ast.walk(ast.parse(code(lesson))) if isinstance(node, ast.Call)]
     calls = [call for call in calls if "plots.weights" in ast.unparse(call.func)]

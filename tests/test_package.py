@@ -37,7 +37,7 @@ def test_import_is_light_and_first_use_of_a_name_loads_jax():
     assert set(out.split()) - sys.stdlib_module_names <= LIGHT
 
 
-# A file imports from floors below its own, and from its own folder; not from a neighbour on its floor.
+# A file imports from its own folder and from lower floors, but not from other folders on its own floor.
 FLOORS = (
     {"types"},
     {"support"},

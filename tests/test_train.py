@@ -152,7 +152,7 @@ def test_run_stopped_by_a_signal_resumes_bit_for_bit(undisturbed, with_history, 
 
 
 def test_run_resumed_in_another_layout_has_the_same_losses(undisturbed, stopped_at_6, tmp_path):
-    """On other devices and with stacked layers, up to rounding."""
+    """The other layout has other devices and stacked layers; losses are equal up to rounding."""
     shutil.copytree(stopped_at_6, tmp_path / "run")
     options = runs.flags({"parallel.strategy": "pmap", "parallel.mesh.data": -1, "model.scan": True})
     assert runs.run(tmp_path / "run", *options) == 0
@@ -188,7 +188,7 @@ sys.exit(train.main(on_step=on_step))"""
 
 @pytest.mark.slow
 def test_processes_stopped_and_killed_without_a_reader_are_bit_exact(undisturbed, with_history, tmp_path, capsys):
-    """The pipe's reader ends first, as with `| tee`, which Ctrl-C ends before the run."""
+    """The process that reads the pipe ends first, like `tee` in `| tee`, which Ctrl-C ends before the run."""
     history = "--config.checkpoint.history=5"
     running = runs.process(tmp_path / "run", history, program=["-c", SIGNALS_ITSELF, f"{signal.SIGTERM:d}", "6"])
     out, _ = running.communicate(timeout=60)
@@ -225,7 +225,7 @@ def test_killed_hybrid_with_a_custom_layer_is_bit_exact(tmp_path):
 
 @pytest.mark.slow
 def test_signal_while_compiling_ends_the_process(tmp_path):
-    """Python's handlers would wait until XLA has compiled."""
+    """A signal handler in Python would run only after XLA has compiled."""
     running = runs.process(tmp_path / "run", "--config.model.num_layers=12")
     runs.wait_for(running, "parameters on 1 cpu device")
     start = time.monotonic()
@@ -351,7 +351,7 @@ def test_run_extended_during_warmup_equals_the_longer_run(tmp_path):
 
 
 def test_finished_run_extended_and_crashed_is_bit_exact(undisturbed, tmp_path, capsys):
-    """From step 12 to 20, after the learning rate had decayed to 0."""
+    """The run is extended from step 12 to 20, after its learning rate had decayed to 0."""
     whole, crashed = (shutil.copytree(undisturbed, tmp_path / name) for name in ("whole", "crashed"))
     first = runs.records(whole)
     assert runs.workdir_alone(whole, "--config.steps=20") == 0

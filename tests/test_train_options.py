@@ -63,7 +63,7 @@ def test_nonfinite_step_ends_the_run_at_last_good_checkpoint(tmp_path):
 
 
 def test_nonfinite_parameters_end_the_run_unsaved_despite_skip(tmp_path):
-    """They also release its lock."""
+    """The run also releases the lock of its folder."""
     for _ in range(2):
         with pytest.raises(UserError, match="param_norm is inf at step 1; no checkpoint was saved yet"):
             train.train(runs.quick(optimizer__learning_rate=1e20, on_nonfinite="skip"), tmp_path / "run", **BIGRAM)
@@ -312,7 +312,7 @@ def test_run_killed_before_early_stopping_ends_at_the_same_step(ended_early, tmp
 
 @pytest.mark.parametrize("lost", ["final", "val"])
 def test_run_killed_after_its_last_save_ends_at_the_same_step(ended_early, tmp_path, lost):
-    """Before the final record, or already before the evaluation, as when a signal stops the run."""
+    """The kill comes before the final record, or already before the evaluation, like a signal that stops the run."""
     shutil.copytree(ended_early, tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)

@@ -98,7 +98,7 @@ class Environment:
         self.link(*requirements)
 
     def link(self, *requirements: str) -> None:
-        """Link what requirements such as "attnlab[plots]" pull in, except attnlab itself."""
+        """Link the distributions that requirements such as "attnlab[plots]" pull in, except attnlab itself."""
         distributions = {}
         for requirement in requirements:
             closure(Requirement(requirement), distributions)

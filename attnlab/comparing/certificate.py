@@ -35,7 +35,7 @@ def certify(model: GPT) -> dict:
     Returns:
       conforms: whether all operators are right; None if none has a specification.
       worst: the largest error in units of its bound; None if none has a specification.
-      features: the features that were checked, by kind of layer; a second layer of a kind has its number appended.
+      features: names of the checked features, by kind of layer; a second layer of one kind is "KIND 2".
       wrong: a sentence for each failed check.
     """
     layers = {}

@@ -36,7 +36,7 @@ from attnlab.training.program import shared_programs
 from attnlab.training.workdir import read_config
 
 MARKER, PAGE = "comparison.json", "comparison.html"
-# The first tuning seed comes this far after the first compared one, so that neither count changes the other's seeds.
+# Distance from the first compared seed to the first tuning seed; neither count can reach the other's seeds.
 TUNING = statistics.MOST_SEEDS
 # Defaults for comparisons; sampling would compile one more program per variant.
 DEFAULTS = {"sample.length": 0, "log.tensorboard": False}
@@ -121,7 +121,7 @@ class Comparison:
 
 
 class _Found(NamedTuple):
-    """The results of a part."""
+    """The results of one part of a comparison, a text or a task."""
 
     rows: list[dict[str, Any]]
     sections: list[page.Section]
@@ -155,21 +155,21 @@ def compare(
     Args:
       config: the name of an experiment, such as "quickstart"; a `RunConfig`, or a modified `attnlab.config.default()`;
         or a list of command-line words.
-      variants: the definition of each, by name. It is config fields, as `{"model.positions": "alibi"}` or as the text
-        "model.positions=alibi"; or what all layers use: a layer config, a class of layers, a mask, a score mod, or a
-        function of scores, see docs/guide/own.md; or a function from one `RunConfig` to another. The others are
-        compared with the first.
+      variants: definitions by name; the others are compared with the first. A definition is config fields, either the
+        mapping `{"model.positions": "alibi"}` or the text "model.positions=alibi"; something that all layers use (a
+        layer config, a class of layers, a mask, a score mod, or a function of scores, see docs/guide/own.md); or a
+        function that takes a `RunConfig` and returns another.
       workdir: the folder for the runs, a table and the page.
-      seeds: number of seeds per variant, starting with the config's: 2 to 1,000.
-      tuning_seeds: number of other seeds, which choose the learning rate; None for 3 if runs train together, else 1.
-      learning_rates: rates to choose from; by default 1/9, 1/3, 1 and 3 times the config's.
-      extensions: how often a variant whose best learning rate is the lowest or highest tries one more beyond it.
+      seeds: number of seeds per variant, 2 to 1,000; the first is the config's seed.
+      tuning_seeds: number of separate seeds that choose the learning rate; None for 3 if runs train together, else 1.
+      learning_rates: rates to choose from; by default 1/9, 1/3, 1 and 3 times the config's rate.
+      extensions: how many further rates a variant may try while its best rate is the lowest or highest it has tried.
       tasks: names from `TASKS`, specifications like "task:recall pairs=4", or fields by name; each gets a table.
-      match: the size to match, "parameters", "flops" or "state", by the width of the feed-forward layers, or of the
-        model for "state".
+      match: the size to make equal: "parameters" or "flops" by changing the width of the feed-forward layers, or
+        "state" by changing the width of the model; None to change no width.
       match_length: number of tokens at which the state is matched; None for the context.
-      together: how many runs of one program are trained as one; "auto": all on a GPU, one on CPUs.
-      jobs: processes at a time; 0 trains in this process, which is necessary for values that exist only here.
+      together: how many runs with the same compiled program are trained at once; "auto": all on a GPU, one on CPUs.
+      jobs: number of concurrent processes; 0 trains in this process, as code that exists only here requires.
       check: whether to check custom layers with `attnlab.testing.check_layer` before any run.
 
     Raises:
@@ -223,7 +223,7 @@ def run(
     jobs: int,
     command: Callable[[int], str],
 ) -> Comparison:
-    """Train, measure and report the parts of a comparison, in `jobs` processes at a time, or in this one for 0.
+    """Train, measure and report the parts of a comparison, in `jobs` concurrent processes, or in this one if 0.
 
     With `check`, custom layers are checked first. `command(n)` is the command for n seeds.
     """
@@ -248,7 +248,7 @@ def run(
 
 
 def _given(config) -> tuple[RunConfig, set[str]]:
-    """Return the config for the argument of `compare`, and the fields that the caller set, which no task changes."""
+    """Return the config from the argument of `compare`, and the fields that the caller set and no task may change."""
     if isinstance(config, str):
         return experiments.load(config), set()
     if isinstance(config, list | tuple):
@@ -318,7 +318,7 @@ def parts(
 
 
 def _tasks(tasks, known: Mapping) -> dict[str, dict[str, Any]]:
-    """Return the fields of each task by name; {"": {}} if there are none, for the config's text."""
+    """Return the fields of each task by name; without tasks {"": {}}, which stands for the config's text."""
     known, task_fields = TASKS | dict(known) | (dict(tasks) if isinstance(tasks, Mapping) else {}), {}
     if len(set(tasks)) < len(tasks):
         raise ArgumentError("tasks", tasks, "name each once")

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measured(workdirs: list[Path]) -> dict:
-    """Measure one variant, by table column, on its finished runs, which differ only in the seed."""
+    """Measure one variant on its finished runs, which differ only in the seed; return values by table column."""
     runs = [loading.load(workdir) for workdir in workdirs]
     with precision.products(runs[0].config.precision):
         measurements = _costs(runs[0]) | _results(runs, workdirs)
@@ -97,9 +97,9 @@ def _results(runs: list[loading.Run], workdirs: list[Path]) -> dict:
 
 
 def _accuracies(task: named.Task, runs: list[loading.Run]) -> dict:
-    """Measure accuracy at answers in the second half of longer sequences: the mean over runs, and each run's by length.
+    """Measure accuracy at answers in the second half of longer sequences: means over runs, and each run's values.
 
-    Also return the number of answers by length, because its inverse is the step between two accuracies.
+    The number of answers N at each length is also returned, because unequal accuracies differ by at least 1/N.
     """
     config, by_length, answers = runs[0].config, {}, {}
     for times in TASK_LENGTHS if extends(runs[0].model) else TASK_LENGTHS[:1]:

@@ -52,10 +52,10 @@ class Protocol(NamedTuple):
     Attributes:
       config: the comparison's config.
       rates: the learning rates that each variant tries, ascending.
-      tuning_seeds: seeds that choose a rate.
+      tuning_seeds: seeds whose runs choose each variant's rate.
       seeds: the other seeds, whose results are compared.
       measure: "loss", or "accuracy" for a task.
-      extensions: how often a variant tries one more rate while the best one is at an edge.
+      extensions: how many further rates a variant may try while its best rate is at an edge of the tried rates.
     """
 
     config: RunConfig

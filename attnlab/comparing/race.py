@@ -40,7 +40,7 @@ class Race(NamedTuple):
     """Measured speeds of variants.
 
     Attributes:
-      machine, hour: where and when they were measured.
+      machine, hour: where and when the speeds were measured.
       speeds: tokens per second in each round, by the name of a run's folder and by table column.
     """
 
@@ -125,7 +125,7 @@ def _decoders(run: loading.Run, prefill: int, decode: int) -> dict[str, Callable
         caches = jax.tree.map(lambda x: x - decode if jnp.issubdtype(x.dtype, jnp.integer) else x, caches)
         return jax.lax.scan(step, (tokens[:, -1:], caches), length=decode)[0][0]
 
-    with precision.products(run.config.precision):  # only compilation needs it
+    with precision.products(run.config.precision):  # only compilation depends on it
         caches = jax.block_until_ready(read(run.params, tokens))
         programs = read.lower(run.params, tokens).compile(), write.lower(run.params, caches).compile()
     return {"prefill": lambda: programs[0](run.params, tokens), "decode": lambda: programs[1](run.params, caches)}
@@ -139,9 +139,9 @@ def at_equal_time(workdirs: Sequence[Sequence[Path]], speeds: Sequence[Sequence[
       speeds: tokens per second of each variant in each round of a race; [NaN] without a race.
 
     Returns:
-      The losses at the median speeds, `[variants, seeds]`, interpolated between validations; and the verdict on each
-      variant's losses against the first's. The verdict is `statistics.OPEN` unless the ratios of the two speeds in all
-      rounds lead to the same one. It is None for the first variant, and without speeds.
+      The losses `[variants, seeds]` at the median speeds, interpolated between validations; and the verdict on each
+      variant compared with the first: `statistics.OPEN` if the lowest, median and highest ratio of their speeds in a
+      round lead to different verdicts; None for the first variant, and without speeds.
     """
     curves = [[protocols.curve(workdir) for workdir in variant_workdirs] for variant_workdirs in workdirs]
     chance = [

@@ -25,8 +25,8 @@ class Published(NamedTuple):
     Attributes:
       source: paper, table, or commit.
       results: one result per variant, in the order of the comparison.
-      margin: differences up to this size count as 0, for example two standard errors of the published ones.
-      differs: how our runs differ from the published ones whatever their config, in sentences.
+      margin: published differences up to this size count as 0; for example two of their standard errors.
+      differs: sentences on how our runs differ from the published ones in more than config fields.
       length: length of the sequences whose accuracy is published, in multiples of the training length.
       protocol: published values of config fields; also the numbers of "seeds" and "learning_rates".
     """
@@ -40,7 +40,7 @@ class Published(NamedTuple):
 
 
 def published(file: str, names: Sequence[str]) -> dict[str, Published]:
-    """Read the dictionary PUBLISHED of a Python file or an experiment, by part; {} if it has none."""
+    """Read PUBLISHED, a dictionary by part, from a Python file or an experiment; {} if it has none."""
     by_part, fields_known = {}, {*configs.declared(), "seeds", "learning_rates"}
     for part, fields in experiments.dictionary(file, "PUBLISHED").items():
         where = f"{file}: PUBLISHED[{part!r}]"
@@ -63,8 +63,8 @@ def outcome(difference: float, mean: float, half: float, margin: float) -> str:
     """Judge whether the mean of our paired differences, ± half its interval, reproduces a published difference.
 
     A published difference up to the margin counts as 0. "reproduced": the interval is within the margin of the
-    published difference, or contains it and excludes 0; "same sign only": it lies on the same side of 0, at another
-    size; "underpowered": it excludes neither the published difference nor 0; otherwise "not reproduced".
+    published difference, or contains it and excludes 0. "same sign only": the interval is on the published side of 0
+    but excludes the published size. "underpowered": it contains 0 and the published size. Otherwise "not reproduced".
     """
     if np.isnan(half):
         return "underpowered"
@@ -83,8 +83,8 @@ def is_trained(
 ) -> bool:
     """Whether our runs learned enough to be compared with the published ones; arguments as for `subjects`.
 
-    The first variant must reach its published result within the margin or half of our interval. The variant whose
-    published result is farthest from chance must differ from chance by more than both.
+    The tolerance is the margin or half of our interval, whichever is larger. The first variant must be that close to
+    its published result; the variant published farthest from chance must differ from chance by more than that.
     """
     (first, *_), best = results, max(reported.results, key=lambda name: abs(reported.results[name] - chance))
 
@@ -97,12 +97,12 @@ def is_trained(
 
 
 class ReplicatedResults(NamedTuple):
-    """The published result of a variant and ours, the source of its row.
+    """A variant's published result and our results, from which its table row is built.
 
     Attributes:
-      ours: mean and half its interval.
-      expected: the published difference from the first variant; None for the first variant, like all that follows.
-      difference: ours, paired by seed, and half its interval, which is simultaneous as in the comparison's table.
+      ours: the mean of our results, and half its interval.
+      expected: the published difference from the first variant; the first variant has None, here and below.
+      difference: our difference from the first variant, paired by seed, and half its simultaneous interval.
       outcome: see the function `outcome`, or "not trained far enough".
     """
 
@@ -117,9 +117,9 @@ class ReplicatedResults(NamedTuple):
 def subjects(
     reported: Published, results: Mapping[str, Sequence[float]], chance: float, resolution: float = 0.0
 ) -> list[ReplicatedResults]:
-    """Compute the rows of a replication from our results of each variant by seed, NaN where a run failed.
+    """Compute the rows of a replication from our results by variant and seed, NaN where a run failed.
 
-    The others are compared with the first variant of `results`. `chance` is the result without learning, and
+    The first variant of `results` is the baseline. `chance` is the result without learning, and
     `resolution` the smallest step between two results.
     """
     (first, *others), rows, trained = results, [], is_trained(reported, results, chance, resolution)
@@ -152,7 +152,7 @@ def columns(seeds: int, variants: int) -> list[Column]:
 
 
 def results(reported: Published, protocol: Protocol, folder: Path, final: Mapping, measured: Mapping) -> tuple:
-    """Return results by variant and seed at the published length, NaN where a run failed, and the step between two."""
+    """Return results at the published length by variant and seed (NaN for failed runs), and their smallest step."""
     by_variant, step = {}, 0.0
     for name, points in final.items():
         workdirs = [folder / point.name for point in points]

@@ -201,7 +201,7 @@ def _runs(comparison: TaskComparison, final: Mapping[str, list[Point]]) -> Table
 
 
 def _learning(curves: Mapping, flops: Mapping[str, float | None], timed: bool) -> list[Figure]:
-    """Plot mean validation loss and its range over seeds: by tokens, seconds if timed, and FLOPs if these differ."""
+    """Plot mean validation loss and its range over seeds against tokens, seconds if timed, and FLOPs if they differ."""
     series, spread = [{} for _ in COLUMNS], [{} for _ in COLUMNS]
     for name, variant_curves in curves.items():
         drawn = [curve for curve in variant_curves if len(curve)]

@@ -35,15 +35,15 @@ UNTRAINED = "not trained far enough"
 
 
 class VariantResults(NamedTuple):
-    """All results of a variant, the source of its row.
+    """All results of a variant, from which its table row is built.
 
     Attributes:
       results: values of the compared measure and of the loss, by seed; NaN where a run failed.
       resolution: the step between two results of the compared measure.
       pairs: differences of the compared measure from the first variant, by seed; NaN where either run failed.
-      difference: statistics of the pairs, whose verdict accounts for the better direction; None for the first variant.
+      difference: statistics of `pairs`, with a verdict that knows which sign is better; None for the first variant.
       verdict: the difference's verdict, or `UNTRAINED`; None for the first variant.
-      edge: whether the learning rate of this variant, or of the first, is at an edge of the tried ones.
+      edge: whether the learning rate of this variant, or of the first, is at an edge of the tried rates.
       at_time: losses after equal training time, by seed, and the verdict on them.
       blind: accuracy of the best guess; None for a text.
       tokens: number of tokens that each run trains on.
@@ -76,7 +76,7 @@ def results(
     measured: Mapping[str, Mapping],
     speeds: Mapping[str, Mapping[str, Sequence[float]]] = types.MappingProxyType({}),
 ) -> list[VariantResults]:
-    """Collect all variants' results in order; `measured`, and `speeds` from one race, are by variant and column."""
+    """Collect all variants' results in order; `measured` and `speeds` (from one race) have keys [variant][column]."""
     measure, points = protocol.measure, [protocol.final(variant, rates[variant.name].chosen) for variant in variants]
     workdirs = [[folder / point.name for point in variant_points] for variant_points in points]
     values = {
@@ -356,7 +356,7 @@ def seeds_needed(row: Mapping[str, Any]) -> str:
 
 
 def p_value(p: float) -> str:
-    """Format p to two digits, or to as many as show on which side of `statistics.LEVEL` it lies."""
+    """Format p to two digits, or to more if needed to show on which side of `statistics.LEVEL` it lies."""
     if p < 0.001:
         return "< 0.001"
     texts = (f"{p:.{digits}g}" for digits in range(2, 18))

@@ -30,8 +30,8 @@ class Variant(NamedTuple):
 
     Attributes:
       name: a single line.
-      apply: function from the config that all have in common to the variant's.
-      comparable: False if sizes were to be matched, and this variant's is not within `CLOSE` of the first variant's.
+      apply: function that takes the shared config and returns the variant's config.
+      comparable: False if matching was requested, but the size is not within `CLOSE` of the first variant's size.
     """
 
     name: str
@@ -73,7 +73,7 @@ def of_values(variants: Mapping[str, Any]) -> list[Variant]:
 
 
 def _function(name: str, what) -> Callable[[RunConfig], RunConfig]:
-    """Return the function from the common config to a variant's."""
+    """Return the function that takes the shared config and returns a variant's config."""
     if inspect.isfunction(what) and len(inspect.signature(what).parameters) == 1:
         return what
     try:
@@ -155,7 +155,7 @@ def state_bytes(model: GPT, length: int | None = None) -> int:
 def matched(
     variants: Sequence[Variant], base: RunConfig, vocab_size: int, of: str, length: int | None = None
 ) -> list[Variant]:
-    """Match the variants to the first one's size by the width of their feed-forward layers; "state": of the model.
+    """Give variants the first one's size by changing the feed-forward layers' width, or for "state" the model's.
 
     A model's width changes in steps that keep heads whole. `length` is the number of tokens at which "state" is
     matched; None for the context. Raise UserError if no width makes a variant as large.

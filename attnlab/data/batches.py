@@ -114,7 +114,7 @@ class TrainBatches:
         return Batch(tokens[number], self._examples.astype(np.int32), weight, segments)
 
     def _read_block(self, orders, block: int):
-        """Tokens and segments of a block of steps, each `[steps, batch, context + 1]`; one step takes about as long."""
+        """Tokens and segments of a block of steps, each `[steps, batch, context + 1]`; as fast as reading one step."""
         steps = np.arange(block * self._block, (block + 1) * self._block)
         which, numbers = interleave((steps[:, None] * self._batch_size + self._examples).ravel(), self._weights)
         starts = np.empty_like(numbers)
@@ -139,7 +139,7 @@ class Stacked:
 
 
 def interleave(number: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The text of each example and its number in it; any `sum(weights)` successive examples have `weights` of each.
+    """Each example's text and number in that text; any `sum(weights)` successive examples have `weights` of each text.
 
     Of the first n examples, ⌊n · weights[0] / sum(weights)⌋ are from text 0; the others are interleaved the same way.
     """

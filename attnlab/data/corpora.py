@@ -24,8 +24,8 @@ from attnlab.data.sources import Piece, PythonDocs, Source
 from attnlab.support.errors import UserError
 from attnlab.support.extras import require
 
-BLOCKS = 64  # in a sample
-_VERSION = 2  # of remembered scans
+BLOCKS = 64  # number of blocks in a sample
+_VERSION = 2  # version of remembered scans
 _SETTLED = 2  # seconds: a file written more recently may change again without a new time
 
 
@@ -143,7 +143,7 @@ def load(
     Args:
       name: "python_docs", "quijote", "text" or "tfds:NAME" (also "tfds:NAME/CONFIG").
       path: for "text", a file or a glob, whose files are joined in name order. *.jsonl, *.ndjson and *.parquet
-        are read as such, other files as UTF-8 text.
+        are read in their formats; other files are read as UTF-8 text.
       feature: for "tfds:NAME", the text feature; may be empty if there is only one. For JSONL and Parquet, the field or
         column, "text" by default.
       validation_fraction: fraction of the characters, at the end, to hold out; a TFDS dataset with a validation or test
@@ -200,7 +200,7 @@ def parse_mixture(mixture: str) -> dict[str, int]:
     """Parse a mixture into its corpora and their weights, as integers without a common factor.
 
     Args:
-      mixture: NAME=WEIGHT, separated by commas; NAME is a built-in corpus, tfds:NAME, a path or a glob, WEIGHT a
+      mixture: NAME=WEIGHT, separated by commas; NAME is a built-in corpus, tfds:NAME, a path or a glob; WEIGHT is a
         positive number.
 
     Raises:

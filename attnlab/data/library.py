@@ -34,7 +34,7 @@ class LibraryTokenizer(characters.Tokenizer):
         self.end_of_text = tuple(end_of_text) or self._usual_ends
 
     def _find_word_end(self, content: dict, prepends: bool = False, before: str = " ") -> re.Pattern:
-        """Return a pattern of the places before one of `before` where a text can be cut, because no token spans them.
+        """Return a pattern of the places before a character of `before` that no token spans, where a text can be cut.
 
         Args:
           content: the library's JSON.
@@ -48,7 +48,7 @@ class LibraryTokenizer(characters.Tokenizer):
         spanned |= {token["content"][-1] for token in added if token["rstrip"] or prepends}
         spanned |= {unicodedata.normalize("NFC", character) for character in spanned}
         is_normalized = "NFC" in json.dumps(content["normalizer"]) and any(token["normalized"] for token in added)
-        # A partial or unnormalized character may stand for any that is not ASCII.
+        # A partial or unnormalized character may stand for any character that is not ASCII.
         ends = r"[!-~]" if "\ufffd" in spanned or (spanned and is_normalized) else r"\S"
         after = {token["content"][0] for token in added if prepends}
         excluded, after = (re.escape("".join(sorted(chars))) for chars in (spanned | {"▁"}, after))

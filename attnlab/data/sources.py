@@ -23,7 +23,7 @@ SEPARATOR = "\n\n"  # between documents that are not files
 
 
 class Piece(NamedTuple):
-    """A part of a document; `ends`: the document's last part; `held_out`: of the source's own validation split."""
+    """A part of a document; `ends`: whether it is the last; `held_out`: whether it is from the validation split."""
 
     text: str
     ends: bool = True

@@ -32,7 +32,7 @@ from attnlab.support.errors import UserError
 from attnlab.support.paths import lock, write_bytes
 
 VERSION = 4
-UNIT = 1 << 20  # characters that a thread encodes at a time, about
+UNIT = 1 << 20  # about how many characters a thread encodes at a time
 SPLITS = ("train", "validation")
 _MANIFEST = "manifest.json"
 
@@ -91,7 +91,7 @@ def load(
 
 
 class Store:
-    """A complete token store; opening it checks its manifest and the sizes of its files, `verify` their content.
+    """A complete token store; opening it checks the manifest and the sizes of files; `verify` checks their content.
 
     Args:
       path: its folder.

@@ -26,8 +26,8 @@ class Step(NamedTuple):
 
     Attributes:
       tokens: int32 `[rows]`; −1 for a text that has ended.
-      logprobs: float32 `[rows]`, log-softmax of the model's logits at the tokens, at temperature 1 and over all tokens;
-        0 for a text that has ended.
+      logprobs: float32 `[rows]`, log-probabilities of these tokens under the model, at temperature 1 and over the
+        whole vocabulary; 0 for a text that has ended.
     """
 
     tokens: np.ndarray

@@ -20,7 +20,7 @@ class Draw(NamedTuple):
       temperature: divides the logits; 0 takes the most likely token.
       top_k: keep the k most likely tokens; 0 for all.
       top_p: keep the fewest tokens whose probabilities sum to this (Holtzman et al. 2020); 1 for all.
-      vocab_size: keep only the first tokens, where a model has more than its tokenizer; None for all.
+      vocab_size: keep only the first `vocab_size` tokens, if a model has more than its tokenizer; None for all.
       min_p: keep the tokens with p ≥ min_p · max p (Nguyen et al. 2024, section 3); 0 for all.
       repetition_penalty: divides positive and multiplies negative logits of the tokens in the text so far, its prompt
         included (Keskar et al. 2019, section 4.1); 1 for no penalty.

@@ -17,7 +17,7 @@ class Score(NamedTuple):
     """The score of a text under a model.
 
     Attributes:
-      nats: −log p, summed over the predicted tokens: all but the first.
+      nats: −log p, summed over the predicted tokens, which are all but the first.
       tokens: number of predicted tokens.
       nats_per_token: the cross-entropy, nats / tokens; NaN without predicted tokens.
       bits_per_byte: comparable between tokenizers: nats_per_token · (tokens of the text) / (its UTF-8 bytes) / ln 2,
@@ -97,7 +97,7 @@ def logprobs(model: GPT, params, texts: Sequence[np.ndarray], *, batch_size: int
 
 
 def _starts(count: int, context: int) -> range:
-    """Starts of the windows over `count` predictions; the first scores `context` of them, each other a stride."""
+    """Starts of the windows over `count` predictions; the first window scores `context` of them, others a stride."""
     stride = _stride(context)
     return range(0, max(1, count - context + stride), stride) if count else range(0)
 

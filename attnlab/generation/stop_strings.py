@@ -29,9 +29,9 @@ class StopStrings:
 
 
 def cut(text: str, strings: Sequence[str]) -> tuple[str, str | None]:
-    """Return the text before the string that ends first in it, and that string; without one, the whole text and None.
+    """Return the text before the stop string that ends first, and that string; without any, the whole text and None.
 
-    If two strings end together, it is the longer one. So a growing text is cut at the same place whatever its pieces.
+    If two strings end together, the longer one counts. So a growing text is cut at the same place whatever its pieces.
     """
     matches = [(at + len(string), at, string) for string in strings if (at := text.find(string)) >= 0]
     return (text[: min(matches)[1]], min(matches)[2]) if matches else (text, None)

@@ -27,7 +27,7 @@ def export_step(
     Caches are passed as plain arrays, a tuple per layer: for attention `(key, value, length, forget, conv)`, the fields
     of `KVCache`, where the last two may be None; for other layers `(state, conv, length)`, as in `MixerState`. So
     the serialized program needs JAX but not attnlab: `jax.export.deserialize(data).call(params, tokens, caches)`, where
-    `data` is the result of `serialize()`. (JAX needs the package flatbuffers for both.) Shapes are fixed: a prompt of
+    `data` is the result of `serialize()`. (Both need the package flatbuffers.) Shapes are fixed: a prompt of
     100 tokens and the single tokens after it need two exports, which can share caches.
 
     Args:

@@ -29,9 +29,9 @@ def attention_fn(
 ) -> Callable[..., Array]:
     """`attnlab.attention` as the `attention_fn=` of Flax's layers.
 
-    For `flax.linen.MultiHeadDotProductAttention`, `MultiHeadAttention` and `SelfAttention`, and for
-    `flax.nnx.MultiHeadAttention`. Every argument of the layer is honored or rejected by name. Its mask (one of
-    `attnlab.masks`, or an array of any type where nonzero is visible) is and-ed with `mask`, and its weights are sown
+    It fits `flax.linen.MultiHeadDotProductAttention`, `MultiHeadAttention` and `SelfAttention`, and
+    `flax.nnx.MultiHeadAttention`. Every argument of the layer is honored or rejected by name. The layer's mask (one of
+    `attnlab.masks`, or an array of any type where nonzero is visible) is and-ed with `mask`, and weights are sown
     before dropout. Results equal flax's `dot_product_attention`, with three exceptions: fully masked rows return 0
     instead of an average; the softmax is float32 for every input type; and weights are dropped independently, which the
     layer must request with `broadcast_dropout=False`.
@@ -40,7 +40,7 @@ def attention_fn(
     masks and score mods that compare positions.
 
     Args:
-      mask: which keys each query may attend to, besides the layer's mask.
+      mask: which keys each query may attend to, in addition to the layer's mask.
       score_mod, impl, scale, sinks, q_positions, kv_positions, block_sizes: as in `attnlab.attention`.
 
     Returns:

@@ -59,8 +59,8 @@ def named(
 ) -> Iterator[Tensor]:
     """Yield the tensors of a table of names: for each line a weight and a bias, or a vector, if the parameters exist.
 
-    A line maps a name without its ending to the paths of its parameters: "query key value" one after another,
-    "query+gate" with a part of each in each of `groups`. `name` and `path` are prefixes of all lines. `details` maps
+    A line maps a name without its ending to the paths of its parameters. "query key value" are concatenated;
+    "query+gate" alternate, a part of each per group. `name` and `path` are prefixes of all lines. `details` maps
     some parameters to other fields of their tensors.
     """
     for stem, parameters in lines.items():

@@ -74,7 +74,7 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
     """Load a `ckpt.pt` of nanoGPT as a `GPT` and its variables.
 
     nanoGPT uses the exact GELU; until its commit 594068e of May 2023 it used the tanh form. Checkpoints do not record
-    it, so use `model.replace(activation="gelu_tanh")` for older checkpoints. The tokenizer is not in the
+    the form, so use `model.replace(activation="gelu_tanh")` for older checkpoints. The tokenizer is not in the
     checkpoint: a character vocabulary is in `meta.pkl` of the data folder; otherwise the tokenizer is GPT-2's.
 
     Args:
@@ -84,7 +84,7 @@ def from_nanogpt(path: str | Path) -> tuple[GPT, dict]:
       `(model, params)`, for `model.apply(params, tokens)`.
 
     Raises:
-      UserError: a missing file or one not from nanoGPT; a missing or unexpected tensor, or one of another shape.
+      UserError: a file that is missing or not from nanoGPT; a tensor that is missing, unexpected, or of another shape.
 
     >>> import tempfile, torch
     >>> model = GPT.of(

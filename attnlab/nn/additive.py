@@ -26,7 +26,7 @@ class AdditiveAttention(checks.MaskedModule):
       mask: which keys each query may attend to; and-ed with the mask of the call. A bool array counts as
         `masks.Dense`. Pass masks with traced arrays to the call.
       kernel_init: initializer of `query/kernel` `[F, A]`, `key/kernel` `[Fk, A]` and `score/kernel` `[A, 1]`.
-      dtype: type of the computation; the input's when None.
+      dtype: type of the computation; None for the input's type.
 
     With `mutable=["intermediates"]` the weights `[B, Tq, Tk]` are sown as `attention_weights`.
 
@@ -57,7 +57,7 @@ class AdditiveAttention(checks.MaskedModule):
         Args:
           inputs_q: s, `[B, Tq, F]`.
           inputs_kv: h, `[B, Tk, Fk]`.
-          mask: and-ed with the field, e.g. `masks.Padding(lengths)`.
+          mask: and-ed with the field `mask`, e.g. `masks.Padding(lengths)`.
           deterministic: no effect, because this module has no dropout; accepted as in `MultiHeadAttention`.
 
         Returns:
@@ -74,7 +74,7 @@ class AdditiveAttention(checks.MaskedModule):
         hidden = jnp.tanh(q[:, :, None] + k[:, None])  # [B, Tq, Tk, A]
         scores = nn.Dense(1, use_bias=False, name="score", **options)(hidden)[..., 0]
 
-        # The operator applies mask and softmax. Queries and keys of 0 leave the scores to the bias alone.
+        # The operator applies mask and softmax. With queries and keys of 0, the scores are the bias.
         zero_q, zero_k = (jnp.zeros((*x.shape[:2], 1, 1), scores.dtype) for x in (inputs_q, memory))
         terms = {"bias": scores[:, None], "mask": join(self.mask, mask)}
         weights = functools.partial(attention_weights, zero_q, zero_k, **terms)

@@ -16,17 +16,17 @@ class KVCache(NamedTuple):
     """Keys and values of the previous positions, for decoding; a plain pytree.
 
     A ring buffer: position p is stored in slot p mod S. While the length of a sequence is at most the capacity S, a
-    step attends to all previous positions and gives the same result as the full pass. Beyond that each token, in steps
-    of any size, attends to the newest S positions, as in a full pass with `masks.SlidingWindow(S - 1)`.
+    step attends to all previous positions and gives the same result as the full pass. In longer sequences each token
+    attends to the newest S positions, whatever the size of a step, as in a full pass with `masks.SlidingWindow(S - 1)`.
 
     Attributes:
-      key: `[B, S, Hk, D]`, in any floating type; keys and values are cast to it.
-      value: `[B, S, Hv, Dv]`, like the keys unless the layer's values have another shape.
-      length: int32 `[B]`, number of positions so far. Lower it to discard the newest, e.g. a prompt's right padding.
-      forget: `[B, S, H]`, the running sum of a forget gate at each position, minus a number for each head that is the
-        same for all positions; None without the gate.
+      key: `[B, S, Hk, D]`, in any floating type; new keys and values are cast to this type.
+      value: `[B, S, Hv, Dv]`; Hv = Hk and Dv = D unless the layer's values have another shape.
+      length: int32 `[B]`, number of positions so far. Lower it to discard the newest positions, e.g. right padding.
+      forget: `[B, S, H]`, the running sum of log forget gates at each position, minus a constant for each sequence and
+        head; None without a forget gate.
       conv: the last W − 1 inputs of the layer's short convolutions, `[B, W − 1, heads, D]` for "query", "key" and
-        "value"; None without convolutions. They cannot be discarded with the newest positions.
+        "value"; None without convolutions. Lowering `length` does not discard them.
 
     >>> cache = KVCache.empty(batch=2, capacity=8, kv_heads=1, head_dim=4)
     >>> cache = cache.extend(jnp.ones((2, 3, 1, 4)), jnp.ones((2, 3, 1, 4)))
@@ -85,7 +85,7 @@ class KVCache(NamedTuple):
 
 
 class LatentCache(NamedTuple):
-    """The latents of previous positions, from which `LatentAttention` computes keys and values; a smaller `KVCache`.
+    """The latents of previous positions, from which `LatentAttention` computes keys and values; smaller than `KVCache`.
 
     Attributes:
       latent: `[B, S, R]`, normalized.
@@ -124,11 +124,11 @@ class LatentCache(NamedTuple):
 
 
 def step(cache, fresh, mask: Mask | None, num_heads: int, lengths=None):
-    """The keys of a step of T tokens: (arrays as a cache, their positions, the mask, the cache with the tokens).
+    """The keys of a step of T tokens: (a cache holding them, their positions, the mask, the extended cache).
 
-    `fresh` is a cache of the tokens, without lengths; the keys of `mask` are the S slots. One token attends to the
-    extended cache. Of several tokens, the last overwrite keys of a full cache to which the first attend. So all attend
-    to S + T keys, the old cache's and the tokens', in order of position, from 0 while the cache is not full.
+    `fresh` is a cache of the T tokens alone, without lengths; the keys of `mask` are the S slots. One token attends to
+    the extended cache. Among several, the last would overwrite keys that the first attend to. So they attend to the S
+    keys of the old cache and to their own T keys, in order of position from max(0, length − S).
     """
     cache, batch, capacity, new = _rebased(cache), cache.length.shape, cache.capacity, fresh[0].shape[1]
     extended = _extended(cache, fresh, lengths)
@@ -160,7 +160,7 @@ def step(cache, fresh, mask: Mask | None, num_heads: int, lengths=None):
 
 
 def _rebased(cache):
-    """Subtract the newest position's sum from all sums: they stay small in a long text, and exact for near keys."""
+    """Subtract the newest position's sum from all sums, so that they stay small and, for near keys, exact."""
     if getattr(cache, "forget", None) is None:
         return cache
     newest = ((cache.length - 1) % cache.capacity)[:, None, None]

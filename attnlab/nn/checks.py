@@ -69,7 +69,7 @@ def check_tokens(config, tokens, caches, segments, lengths) -> None:
     check_lengths(lengths, tokens)
     if caches is None:
         return
-    alone = hasattr(caches, "length")  # one layer's cache, itself a tuple
+    alone = hasattr(caches, "length")  # a single layer's cache, which is itself a tuple
     if alone or len(caches) != config.num_layers:
         actual = f"one {type(caches).__name__}" if alone else f"a sequence of {len(caches)}"
         remedy = f"make them with model.init_caches(batch={tokens.shape[0]})"

@@ -109,7 +109,7 @@ class ModelConfig:
 
         Args:
           layers: the kinds of one period of layers, as in "gated_delta*3 attention"; or their configs.
-          values: fields, and the options of layers by kind, as in `attention={"window": 64}`; see `changed`.
+          values: fields by name, and options of layers by kind, e.g. `attention={"window": 64}`; see `changed`.
 
         Raises:
           FieldError: a value is invalid or has no effect.
@@ -121,8 +121,8 @@ class ModelConfig:
 
         Args:
           values: fields by name; "layers" takes configs, or kinds (a kind that the config already has keeps its
-            options); "attention.window" is an option of all layers of a kind, "layers[0].window" of one layer of the
-            period; "attention" takes a mapping of options, or a config to replace them.
+            options); "attention.window" sets an option in all layers of a kind, "layers[0].window" sets it in one layer
+            of the period; "attention" takes a mapping of options, or a config that replaces them.
 
         Raises:
           FieldError: a value is invalid or has no effect.
@@ -250,7 +250,7 @@ def _layers(layers: str | LayerConfig | Sequence[LayerConfig], now: Sequence[Lay
 
 
 def _with(layers: Sequence[LayerConfig], name: str, change: Mapping[str, Any] | LayerConfig) -> tuple[LayerConfig, ...]:
-    """Apply a change, options by dotted name or a config, to all layers of a kind or to "layers[0]"."""
+    """Apply a change (options by dotted name, or a config) to all layers of a kind or to one, "layers[0]"."""
     index = re.fullmatch(_LAYER, name)
     chosen = [n for n, layer in enumerate(layers) if (n == int(index[1]) if index else layer.kind == name)]
     if index and not chosen:

@@ -16,7 +16,7 @@ from attnlab.support.errors import UserError
 
 
 def cell(file: str) -> str:
-    """The text of the notebook cell that code names as its file; "" for a real file."""
+    """The text of the notebook cell with this file name, as code objects have it; "" for a real file."""
     return "" if Path(file).exists() else "".join(linecache.getlines(file))
 
 
@@ -27,13 +27,13 @@ def functions(value) -> list[FunctionType]:
 
 
 def source_of(value, code) -> tuple[str, Path, str]:
-    """The name of a class or a function, and path and text of its file, or of its cell and what it needs from others.
+    """(Name of a class or function, path of its file, the file's text); a cell's text has what it needs of other cells.
 
     Args:
       code: the class or function itself; for a `LayerConfig`, the class of its layers, which has the methods.
 
     Raises:
-      UserError: it comes from no file, and none of its methods from a notebook's cell.
+      UserError: `value` comes from no file, and none of its methods comes from a notebook's cell.
     """
     name, top = value.__name__, value.__qualname__.partition(".")[0]  # the function around it, if any
     for function in functions(code):
@@ -59,7 +59,7 @@ def text_of(path: Path) -> str:
 def reached(text: str, names: Sequence[str]) -> str:
     """The definitions of some names in a Python file and of everything they reach, in file order.
 
-    Statements after the first definition that only use it are not included, nor is code for a script alone.
+    Statements after the first definition that define or change nothing are left out, as is code for a script alone.
 
     >>> print(reached("base, other = 2, 3\\nthird = 1\\ndef f(x):\\n    return base * x\\nprint(f(base))", ["f"]))
     base, other = 2, 3
@@ -125,7 +125,7 @@ def _globals(table: symtable.SymbolTable) -> set[str]:
 
 
 def _definition(name: str, value) -> str:
-    """The statement that defines a name: its literal value, or code of its own cell or of the last; "" for none."""
+    """The statement that defines a name: a literal, or code of its own cell or of the newest cell; "" for none."""
     with contextlib.suppress(ValueError, SyntaxError, MemoryError):
         return f"{name} = {ast.literal_eval(repr(value))!r}"
     filenames = [function.__code__.co_filename for function in functions(value)]

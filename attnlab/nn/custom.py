@@ -33,14 +33,14 @@ from attnlab.types import Array
 
 
 class Source(NamedTuple):
-    """The file of a kind, or a name for its cell, and the text that is copied."""
+    """The file of a kind (or a name for its notebook cell), and the text that a run copies."""
 
     path: Path
     text: str
 
 
 _BUILT_IN = frozenset(KINDS.values())
-_RUN = "attnlab_custom_"  # modules of files that were run: this and a sha256 of path and text
+_RUN = "attnlab_custom_"  # prefix of the modules of files that were run; a sha256 of path and text follows
 _SOURCES: dict[str, tuple[Any, str, Path, str]] = {}  # by kind: value, its name in the text, path, text
 
 
@@ -52,12 +52,12 @@ class Inputs(NamedTuple):
 
 
 class Plain(Layer):
-    """A module from `[B, T, F]` to `[B, T, F]` as a layer: each decoding step is a pass over the inputs so far."""
+    """A layer from a module that maps `[B, T, F]` to `[B, T, F]`: each decoding step runs it over the inputs so far."""
 
     plain: ClassVar[type[nn.Module]]
 
     def forward(self, x, context: Context, cache: Inputs | None = None) -> LayerOut:
-        """Run the module over x, or over the newest inputs, as many as the cache holds."""
+        """Run the module over x or, with a cache, over the newest inputs including x, as many as the cache holds."""
         for name, remedy in {"mask": "pass None", "segments": "pass None, or config.data.packing=stream"}.items():
             if getattr(context, name) is not None:
                 raise UserError(f"{type(self).__name__} is a plain module, which takes no {name}: {remedy}")
@@ -96,8 +96,8 @@ def register(value: type[nn.Module] | type[LayerConfig] | ScoreMod | Mask | Call
     Args:
       value: a class of layers, such as a subclass of `CausalMixer` or `MultiHeadAttention`, whose options are the
         fields that it declares by `option`; a subclass of `LayerConfig`, for more control; a `flax.linen.Module` whose
-        `__call__(x)` maps `[B, T, F]` to `[B, T, F]`; or, for softmax attention with it, a score mod, also as a
-        function `fn(score, b, h, i, j)`, or a mask.
+        `__call__(x)` maps `[B, T, F]` to `[B, T, F]`; or, for softmax attention with it, a mask, a score mod
+        or a function `fn(score, b, h, i, j)`.
       name: name of the kind; None for the name of the class or function.
 
     Raises:
@@ -150,7 +150,7 @@ def check_used(files: Sequence[str], layers: Sequence[LayerConfig]) -> None:
 
 
 def to_load(models: Sequence[ModelConfig]) -> list[tuple[str, str]]:
-    """The files from which `load` gets the models' user code in another process, to "run" or, for kinds, to "import".
+    """For each file of the models' user code, (path, how `load` gets it): "import" if it defines kinds, else "run".
 
     Raises:
       UserError: code exists only in this process, or its name means something else in its file.
@@ -184,17 +184,17 @@ def load(code: Sequence[tuple[str, str]]) -> None:
 
 
 def sources(layers: Sequence[LayerConfig]) -> dict[str, Source]:
-    """The sources of custom kinds and of code in masks and score mods, with the code that they reach in their files."""
+    """The sources of custom kinds and of code in masks and score mods, each with the code it reaches in its file."""
     parts = {layer.kind: _SOURCES[layer.kind][1:] for layer in layers if layer.kind in _SOURCES}
     for part in (part for layer in layers for part in records.code_of(layer) if "<" not in part.__qualname__):
-        with contextlib.suppress(UserError):  # it has no file
+        with contextlib.suppress(UserError):  # the code has no file
             parts.setdefault(part.__qualname__, copies.source_of(part, part))
     names = {path: [name for name, file, _ in parts.values() if file == path] for _, path, _ in parts.values()}
     return {each: Source(path, text and copies.reached(text, names[path])) for each, (_, path, text) in parts.items()}
 
 
 def code(model: ModelConfig) -> dict[str, Path]:
-    """The files of a model's user code: of custom kinds, and of functions and classes in masks and score mods."""
+    """The files of a model's user code, by name: of custom kinds, and of code in masks and score mods."""
     by_name = {layer.kind: _SOURCES[layer.kind][2] for layer in model.layers if layer.kind in _SOURCES}
     parts = (part for layer in model.layers for part in records.code_of(layer))
     return by_name | {part.__qualname__: Path(records.named(part)["file"]) for part in parts}
@@ -228,7 +228,7 @@ def check_imported(code: Mapping[str, Mapping[str, str]], where) -> None:
     """Raise UserError unless the kinds that a saved run uses are imported.
 
     Args:
-      code: the file of each kind, as saved by the run.
+      code: by kind, what the run saved, such as the kind's file.
       where: the run's folder.
     """
     for kind, saved in code.items():
@@ -247,7 +247,7 @@ def _add(value, name: str, *source) -> str:
     if name in KINDS and not is_custom(name):
         raise UserError(f"{name!r} is a built-in kind: choose another name")
     if name not in _SOURCES or _SOURCES[name][0] is not value:
-        KINDS[name] = config  # replaces another of this name, as when a notebook's cell runs again
+        KINDS[name] = config  # replaces an older kind of this name, for example when a notebook's cell runs again
     _SOURCES[name] = value, *source
     return name
 
@@ -275,7 +275,7 @@ def _config_of(value, name: str) -> type[LayerConfig]:
 
 
 def as_layer(module: nn.Module) -> Layer:
-    """A module as a layer: itself, or a `Plain` layer with the same fields; UserError for anything else."""
+    """Return a module that is a layer, or make a `Plain` layer with its fields; UserError if it is no module."""
     if not isinstance(module, nn.Module):
         name = getattr(module, "__name__", None)
         raise UserError(f"{module!r} is not a module: expected {f'an instance, {name}(…)' if name else 'a layer'}")
@@ -286,7 +286,7 @@ def as_layer(module: nn.Module) -> Layer:
 
 
 def _layer_of(module: type[nn.Module]) -> type[Layer]:
-    """A module's class as a layer class: itself, or a `Plain` subclass."""
+    """Return a module's class if it is a layer class; otherwise make a `Plain` subclass of it."""
     if issubclass(module, Layer):
         return module
     content = {"plain": module, "__module__": module.__module__, "__doc__": module.__doc__}
@@ -301,7 +301,7 @@ def _without_default(module: type[nn.Module]) -> list[str]:
 
 def run(path: Path):
     """Run a file, once, and return its module; UserError if it fails."""
-    content = f"{path} {copies.text_of(path)}"  # with the path, as a file may read others beside it
+    content = f"{path} {copies.text_of(path)}"  # with the path, because a file may read other files beside it
     name = f"{_RUN}{hashlib.sha256(content.encode()).hexdigest()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

@@ -15,7 +15,7 @@ from attnlab.support.options import FieldError
 class DifferentialAttention(MultiHeadAttention):
     """Differential attention: (softmax(q₁k₁ᵀ) − λ softmax(q₂k₂ᵀ)) v (Ye et al. 2024, arXiv 2410.05258, section 2.1).
 
-    Two softmax maps share values of twice the features: head h of H/2 uses the maps of query heads h and H/2 + h. With
+    Two softmax maps share values twice as wide: head h of H/2 uses the maps of query heads h and H/2 + h. With
     λ₀ = 0.8 − 0.6·exp(−0.3·l) in layer l, counted from 0, λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ₀ is one number for
     all heads. Outputs are normalized for each head and multiplied by 1 − λ₀.
 
@@ -25,7 +25,7 @@ class DifferentialAttention(MultiHeadAttention):
 
     Attributes: as in `MultiHeadAttention`, but `num_heads` and `kv_heads` count maps and are even; no `sinks`,
     `value_residual` or `output_gate`.
-      norm_epsilon: ε of the heads' norm, too.
+      norm_epsilon: ε of `qk_norm` and of the norm of each head's output.
 
     >>> block = Block(DifferentialAttention(num_heads=2, mask=Causal()), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

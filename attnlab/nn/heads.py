@@ -23,7 +23,7 @@ class Head(checks.MaskedModule):
       score_mod, impl: see `attnlab.attention`.
       dropout_rate: probability of dropping an attention weight.
       kernel_init: initializer of `query/kernel`, `key/kernel` and `value/kernel`, each `[F, D]`.
-      dtype: type of the computation; the input's when None.
+      dtype: type of the computation; None for the input's type.
 
     With `capture_intermediates` or `mutable=["intermediates"]` the weights `[..., T, T]` are sown as
     `attention_weights`.
@@ -52,7 +52,7 @@ class Head(checks.MaskedModule):
 
         Args:
           x: `[..., T, F]`.
-          mask: and-ed with the field; pass masks with traced arrays here.
+          mask: and-ed with the field `mask`; pass masks with traced arrays here.
           deterministic: False to drop attention weights, with the `dropout` rng.
 
         Returns:
@@ -82,10 +82,10 @@ class Head(checks.MaskedModule):
 
 
 class StackedHeads(checks.MaskedModule):
-    """`num_heads` heads in parallel, each with its own projections, their outputs concatenated.
+    """`num_heads` heads in parallel, each with its own projections; their outputs are concatenated.
 
-    Each head projects the full input, not a slice of its features. Parameters are `Head`'s, with a leading head
-    axis: `heads/query/kernel` `[H, F, D]`.
+    Each head projects the full input, not a slice of its features. Parameters have the names of `Head` and a
+    leading head axis: `heads/query/kernel` `[H, F, D]`.
 
     Attributes:
       num_heads: H.

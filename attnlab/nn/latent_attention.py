@@ -26,7 +26,7 @@ class LatentAttention(checks.MaskedModule, Layer):
     """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1): keys and values from one latent.
 
     A token's latent c = RMSNorm(W x), with R features, gives the keys and values of all heads. A rotated part of D
-    features, shared by all heads, is appended to each key. Queries have both parts, from x or from their own latent.
+    features, shared by all heads, is appended to each key. Queries have both parts, from x or from a query latent.
     Scores are (q·k + q_rotary·k_rotary) / √(N + D).
 
     A cache holds latents and rotated parts, R + D numbers per token. A step of few tokens does not expand the cache:
@@ -148,7 +148,7 @@ class LatentAttention(checks.MaskedModule, Layer):
     def _break_even(self) -> float:
         """Tokens per step from which expanding a cache takes fewer operations than absorbing the projections.
 
-        For each slot of the cache, expansion costs R·(N + V) products per head, and saves 2·R − N − V per token.
+        For each slot and head, expansion costs R·(N + V) products once, and saves 2·R − N − V products per token.
         """
         expansion, saved = self.nope_dim + self.value_dim, 2 * self.kv_rank - self.nope_dim - self.value_dim
         return self.kv_rank * expansion / saved if saved > 0 else float("inf")

@@ -20,12 +20,12 @@ class Context(NamedTuple):
     """The arguments of a layer besides its inputs and its cache. All except the layer's number may be None.
 
     Attributes:
-      mask: and-ed with the layer's own mask. With a cache, its keys are the cache's S slots.
+      mask: and-ed with the layer's own mask. With a cache, the mask's keys are the cache's S slots.
       segments: `[B, T]`, the number of each token's document in sequences of several documents, one after another: a
         token attends only to its own document, and positions restart with each document. Not with a cache.
       lengths: `[B]`, the number of tokens in each sequence. The rest, at the right, is padding: no token attends to it
         and no cache stores it.
-      positions: `[T]` or `[B, T]`, of the tokens in their sequence; None to count them. Not with a cache.
+      positions: `[T]` or `[B, T]`, positions of the tokens in their sequence; None for 0, 1, 2, …. Not with a cache.
       dropout_key: one key, or one per example `[B]`; None for no dropout.
       layer: the layer's number in its model, from 0.
       first_values: `[B, T, Hk, D]`, the values of the first layer, for value residuals; None in that layer.
@@ -50,7 +50,7 @@ class LayerOut(NamedTuple):
     Attributes:
       out: `[B, T, Fo]`; in blocks, as wide as the inputs.
       cache: the extended cache; None in a call without one.
-      values: `[B, T, Hk, D]` of a layer with a value residual; otherwise None.
+      values: `[B, T, Hk, D]`, the values of a layer with a value residual; otherwise None.
 
     >>> LayerOut(jnp.ones((2, 5, 8)))._replace(cache=MixerState()).cache.length is None
     True
@@ -64,7 +64,7 @@ class LayerOut(NamedTuple):
 class Layer(nn.Module):
     """A module that mixes tokens, or a block around one. Subclasses define `forward`, and `init_cache` to decode.
 
-    A cache is a tuple or a dataclass with `length`, int `[B]`; axis 1 of arrays that grow is the cache's capacity.
+    A cache is a tuple or a dataclass with `length`, int `[B]`; axis 1 of arrays that grow has the size of the capacity.
 
     >>> class Mean(Layer):  # of a token and the one before it
     ...     def forward(self, x, context, cache=None):
@@ -184,8 +184,8 @@ def _paths(leaves) -> str:
 class LayerConfig:
     """A kind of layer and its options in a model. Subclasses are frozen dataclasses without a decorator.
 
-    The options are the config's own and the fields that the layer's module declares by `option`, with the module's
-    defaults unless the config sets others. The config is in the layer's file. A `ClassVar` is not an option.
+    The options are the fields of the config and the fields that the layer's module declares by `option`, with the
+    module's defaults unless the config sets others. A `ClassVar` is not an option. The config is in the layer's file.
 
     >>> class Identity(Layer):
     ...     def forward(self, x, context, cache=None):
@@ -196,20 +196,20 @@ class LayerConfig:
     IdentityConfig()
 
     Attributes:
-      kind: the word in `layers`; on a command line options are `--config.model.KIND.OPTION`.
+      kind: the layer's name in `layers`; on a command line, `--config.model.KIND.OPTION` sets an option.
       module: the class of the layer.
     """
 
     kind: ClassVar[str] = ""
     module: ClassVar[type[Layer]] = Layer
-    heads = rotary = None  # defaults of kinds without such an option
+    heads = rotary = None  # for kinds without such an option
     value_residual = False
 
     def __init_subclass__(cls, of: type[Layer] | None = None, kind: str = ""):
         cls.kind = kind or cls.kind
         hints = dict(inspect.get_annotations(cls))
         for field in (*dataclasses.fields(cls), *option_fields(of or cls.module)):
-            default = vars(cls).get(field.name)  # the config's, for an option of a base or the module
+            default = vars(cls).get(field.name)  # set by the config for an option of a base or the module
             if field.name in hints and "option" in field.metadata and isinstance(default, bool | int | float | str):
                 setattr(cls, field.name, dataclasses.field(default=default, metadata=field.metadata))
         if of is not None:
@@ -232,7 +232,7 @@ class LayerConfig:
         return self.module(**chosen | self.shared(model), parent=None)
 
     def shared(self, model) -> dict[str, Any]:
-        """The module's fields that depend on the model: type, heads and initializers, if the module has them."""
+        """The module's fields that depend on the model: dtype, heads and initializers, if it has such fields."""
         values = {
             "dtype": model.dtype,
             "num_heads": self.heads or model.num_heads,
@@ -248,7 +248,7 @@ class LayerConfig:
             with jax.enable_x64(True):  # a float64 model may be described even if x64 is off
                 jax.eval_shape(lambda: self.make(model).init_cache(1, model.width, 1))
         except FieldError as error:
-            if error.field == "num_heads" and self.heads is None:  # the option is the model's
+            if error.field == "num_heads" and self.heads is None:  # the option belongs to the model
                 raise
             name = "heads" if error.field == "num_heads" else error.field
             raise FieldError(f"{self.kind}.{name}", error.value, error.expected) from None

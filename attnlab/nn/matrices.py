@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 
 class Matrix(NamedTuple):
-    """The axes of a kernel that form a matrix, counted from the last; axes in front of them count matrices.
+    """The axes of a kernel that form a matrix, counted from the last; axes in front of them number the matrices.
 
     Attributes:
       inputs: axes of the features that are multiplied.
@@ -88,6 +88,6 @@ _FLAX: dict[type[nn.Module], Callable[[Any], dict[str, Matrix]]] = {
 
 
 def _makes_logits(path: str, params, logits) -> bool:
-    """Whether a kernel belongs to a direct submodule of the model and ends in the logits' size."""
+    """Whether a kernel belongs to a direct submodule of the model and has the logits' size as its last axis."""
     name, *rest = path.split("/")
     return rest == ["kernel"] and params[name]["kernel"].shape[-1] == jax.tree.leaves(logits)[0].shape[-1]

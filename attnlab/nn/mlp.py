@@ -28,14 +28,14 @@ class Mlp(nn.Module):
     or "gelu_tanh".
 
     Attributes:
-      hidden: width between the two layers; None for four times the input's.
+      hidden: width between the two layers; None for four times the input's width.
       activation: "gelu_tanh" (GELU's tanh form, as in GPT-2), "gelu" (Hendrycks and Gimpel 2016), "relu",
         "relu_squared" (So et al. 2021) or "silu".
       gated: whether the hidden features are multiplied by activated gates.
       use_bias: whether the layers add a bias.
       kernel_init, out_kernel_init: initializers of `up/kernel` and `gate/kernel` `[F, hidden]`, and of `down/kernel`
         `[hidden, F]`.
-      dtype: type of the computation; the input's when None.
+      dtype: type of the computation; None for the input's type.
 
     >>> Mlp().init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
     (2, 5, 8)

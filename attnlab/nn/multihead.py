@@ -32,29 +32,29 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         head_i = attention(x W_Q[i], y W_K[i], y W_V[i])        x [B, Tq, F], y [B, Tk, Fk]
         out    = Concat(head_1, …, head_H) W_O                  head_i [B, Tq, D], out [B, Tq, F]
 
-    Self-attention has y = x. With fewer key heads, H / Hk query heads share one. Head i equals a `Head` with slice i of
-    the parameters. Parameters have the names and shapes of `flax.linen.MultiHeadDotProductAttention`: `query/kernel`
+    Self-attention has y = x. If Hk < H, H / Hk query heads share a key head. Head i equals a `Head` with slice i of the
+    parameters. Parameters have the names and shapes of `flax.linen.MultiHeadDotProductAttention`: `query/kernel`
     `[F, H, D]`, `key/kernel` and `value/kernel` `[Fk, Hk, D]`, `out/kernel` `[H, D, F]`, and biases, so checkpoints are
     interchangeable.
 
     Attributes:
       num_heads: H.
-      out_features: width of the output; None for the input's.
+      out_features: width of the output; None for the input's width.
       use_bias: whether the projections add a bias.
       mask: which keys each query may attend to; and-ed with the mask of the call. A bool array counts as
         `masks.Dense`. Pass masks with traced arrays to the call.
       score_mod: see `attnlab.attention`; a function `fn(score, b, h, i, j)` counts as a `ScoreFn`.
       dropout_rate: probability of dropping an attention weight.
-      rotary: rotary positions of queries and keys, or their base alone; None for no rotary positions.
-      norm, norm_epsilon: kind of norm for `qk_norm`, "layer", "rms" or "rms_plus_one", and its ε.
+      rotary: options of the rotary positions of queries and keys, or the base alone; None for no rotary positions.
+      norm, norm_epsilon: for `qk_norm`, the kind of norm ("layer", "rms" or "rms_plus_one") and its ε.
       forget_gate: add c_i − c_j to the scores after other score mods, where c is the running sum of log σ(forget(x))
         over the tokens in array order, computed in float32 (Lin et al. 2025, section 3); `forget/kernel` `[F, H]` and
         `forget/bias` `[H]`. Meant for a causal mask without rotary positions. Self-attention only.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
-      dtype: type of the computation; the input's when None.
+      dtype: type of the computation; None for the input's type.
 
     With `mutable=["intermediates"]` the weights `[B, H, Tq, Tk]` are sown as `attention_weights`. With a cache, Tk is S
-    or, for several queries, S + Tq, in order of position from max(0, length − S).
+    for one query; for several, Tk is S + Tq, and keys are in order of position from max(0, length − S).
 
     >>> module = MultiHeadAttention(num_heads=4, mask=Causal())
     >>> x = jnp.ones((2, 5, 8))  # [batch, length, features]
@@ -140,12 +140,12 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         Args:
           inputs_q: `[B, Tq, F]`.
           inputs_kv: `[B, Tk, Fk]`, the memory of cross-attention; None for self-attention.
-          mask: and-ed with the field, e.g. `masks.Padding(lengths)`. With a cache, its keys are the cache's S slots.
+          mask: and-ed with `self.mask`, e.g. `masks.Padding(lengths)`. With a cache, its keys are the cache's S slots.
           deterministic: False to drop attention weights.
           cache: previous keys and values, to which this step's are appended. Self-attention only.
-          positions: `[Tq]` or `[B, Tq]`, positions in the sequence; `arange` when None. Not with a cache, which counts.
+          positions: `[Tq]` or `[B, Tq]`, positions in the sequence; None for `arange`. Not with a cache, which counts.
           segments, lengths: see `Context`; self-attention only. Rotary positions restart with each segment; masks and
-            score mods see positions in the sequence, whose distances are the same as within a document.
+            score mods use positions in the sequence, which have the same distances as positions within a document.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
 
         Returns:
@@ -153,7 +153,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
 
         Raises:
           ValueError: the width or head counts do not divide; a cache has a wrong size, or comes with `inputs_kv` or
-            `positions`; `segments` have a wrong shape, or come with one of these; `rotary`, `forget_gate` or `conv` is
+            `positions`; `segments` have a wrong shape, or come with any of these; `rotary`, `forget_gate` or `conv` is
             set with `inputs_kv`; any error of `attnlab.attention`.
           flax.errors.InvalidRngError: dropout is on, but there is neither `dropout_key` nor a `dropout` rng.
         """
@@ -233,7 +233,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         return out, lambda rows=None: attention_weights(q, k, rows=rows, **without_dropout(terms))
 
     def after(self, z, v, x, context: Context):
-        """The input of the output projection, from z `[B, T, H, Dv]` and the tokens' own values and inputs."""
+        """The input of the output projection, from z `[B, T, H, Dv]` and these tokens' values and inputs."""
         gate = nn.sigmoid(self._heads(x, "gate", (self.num_heads, z.shape[-1]))) if self.output_gate else None
         return z if gate is None else z * gate
 

@@ -8,8 +8,8 @@ from attnlab.ops.cpu import pointwise
 from attnlab.types import Array, DType
 
 NORMS = ("layer", "rms", "rms_plus_one")
-NORM_AT = ("before", "after", "both")  # relative to a layer of a block
-NORM_EPSILON = 1e-5  # GPT-2's
+NORM_AT = ("before", "after", "both")  # where a norm is, relative to a layer of a block
+NORM_EPSILON = 1e-5  # as in GPT-2
 
 
 class LayerNorm(nn.Module):
@@ -20,7 +20,7 @@ class LayerNorm(nn.Module):
     Attributes:
       epsilon: ε.
       use_bias: whether there is a bias.
-      dtype: type of the result; the wider of the input's and the parameters' when None. Sums are float32.
+      dtype: type of the result; None for the wider type of input and parameters. Sums are float32.
 
     >>> LayerNorm().init_with_output(jax.random.key(0), jnp.array([[1.0, 2.0, 3.0]]))[0].round(4)
     Array([[-1.2247,  0.    ,  1.2247]], dtype=float32)
@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
     Attributes:
       epsilon: ε.
       plus_one: multiply by 1 + scale, where scale starts at 0 (Gemma Team 2024): weight decay draws the gain to 1.
-      dtype: type of the result; the wider of the input's and the parameters' when None. Sums are float32.
+      dtype: type of the result; None for the wider type of input and parameters. Sums are float32.
       groups: number of consecutive groups of features, each normalized separately (Wu and He 2018).
 
     >>> RMSNorm().init_with_output(jax.random.key(0), jnp.array([[2.0, -2.0]]))[0].round(3)

@@ -228,7 +228,7 @@ def _found(code: Mapping[str, str]) -> Callable | None:
 
 
 def in_module(code: Mapping[str, str]) -> Callable | None:
-    """The function or class of this name in an imported module, which may have another name by now."""
+    """The function or class of this name in an imported module; the module may have another name by now."""
     same_file = (each for each in list(sys.modules.values()) if code["file"] == (getattr(each, "__file__", None) or 0))
     for module in (sys.modules.get(code["module"]), *same_file):
         value = module

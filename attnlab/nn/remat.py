@@ -2,7 +2,7 @@
 
 from attnlab.nn import sharding
 
-# Stored: everything; the block's input; input and matrix products; input and the attention operator's output.
+# What each stores: everything; the block's input; input and matrix products; input and the operator's output.
 REMAT = ("none", "block", "dots", "attention")
 
 

@@ -20,8 +20,8 @@ class Seq2Seq(nn.Module):
     Attributes:
       vocab_size: V; token 0 starts and ends an output, and pads sources.
       width: F, the width of embeddings and states.
-      attention: the attention layer, any module called as `(queries [B, 1, F], memory [B, S, 2F], mask=…)`:
-        `AdditiveAttention()`, `MultiHeadAttention(num_heads=1)`.
+      attention: the attention layer, any module called as `(queries [B, 1, F], memory [B, S, 2F], mask=…)`,
+        e.g. `AdditiveAttention()` or `MultiHeadAttention(num_heads=1)`.
 
     >>> from attnlab.nn import AdditiveAttention
     >>> model = Seq2Seq(vocab_size=10, width=8, attention=AdditiveAttention())
@@ -103,7 +103,7 @@ def alignment(
 ) -> Float[Array, "B T S"]:
     """The attention weight of each output token on each source token (Bahdanau et al. 2015, figure 3).
 
-    Arguments and errors are the model's.
+    Arguments and errors are the same as in a call of the model.
 
     Returns:
       `[B, T, S]`, averaged over heads; each row sums to 1.

@@ -62,7 +62,7 @@ def parameter_names(path: str, rank: int) -> tuple[str | None, ...]:
 
 
 def spec_of(names, shape, mesh) -> PartitionSpec:
-    """The mesh axes that split an array by the current rules; an axis that they do not divide is not split."""
+    """The mesh axes that split an array by the current rules; an axis whose size they do not divide is not split."""
 
     def splits(axes, size):
         axes = tuple(name for name in names_of(axes) if name not in _manual(mesh))
@@ -99,7 +99,7 @@ def over_tokens(function, x: Array, weights: Array, targets: Array) -> Array:
 
 
 def over_examples(function, whole, batch):
-    """Run `function(whole, batch, axes)` on the examples of each device, or device group, that has all of `whole`.
+    """Run `function(whole, batch, axes)` on the examples of each device, or of each group that together holds `whole`.
 
     The function must sum or average its results over the mesh axes named by `axes`, so that they are equal on all
     devices; `axes` is None if all examples are in one place. `batch` is a tree of arrays `[B, ...]`.
@@ -153,7 +153,7 @@ def gathered(params, dtype=None, prefix: str = ""):
 
 
 def gathering(owner: nn.Module, call):
-    """Wrap `call(module, …)` so that the module's split parameters are gathered, in the type of `owner`."""
+    """Wrap `call(module, …)` so that the module's split parameters are gathered, in the dtype of `owner`."""
     if owner.is_initializing() or not nn.get_logical_axis_rules():
         return call
 

@@ -34,7 +34,7 @@ def edits(name: str) -> str:
 
 
 COLLECTIONS = (*(f(name) for name in (*ATTENTION, *STREAMS, NORM, MISMATCH, MADE) for f in (asked, edits)), ROWS)
-"""Names of the collections of `attnlab.see`: `nn.scan` and `nn.vmap` pass on what their `variable_axes` name alone."""
+"""Names of the collections of `attnlab.see`: `nn.scan` and `nn.vmap` pass on only what their `variable_axes` name."""
 
 
 class LinenPort:
@@ -87,8 +87,8 @@ def attended(module, z, weights: Callable, v: Float[Array, "*B Tk Hk Dv"], *, dr
     """Pass the operator's output z = pattern·v, `[..., Tq, H, Dv]`, through the tap at the pattern.
 
     `weights(rows)` returns the pattern `[..., H, Rq, Tk]` of the query indices `rows` (None for all), and `drops` says
-    whether z has dropout. An edited pattern p' changes z by (p' − p)·v, so that the operator's kernel computes z in
-    both cases, and an edit that changes nothing leaves every bit as it is.
+    whether z has dropout. An edited pattern p' adds (p' − p)·v to z. So the operator's kernel computes z with and
+    without an edit, and an edit that changes nothing leaves every bit as it is.
     """
     port = LinenPort(module) if isinstance(module, nn.Module) else module
     edit = port.edit("pattern")

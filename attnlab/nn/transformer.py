@@ -31,7 +31,7 @@ class Block(Layer):
       norm_at: "before" a layer; "after" it, x + norm(attention(x)) (OLMo Team 2024, section 3.2); or "both" (Gemma
         Team 2024). Norms after a layer are named `attention_post_norm` and `mlp_post_norm`. "stream" is norm(x +
         attention(x)), then norm(x + mlp(x)), the post-norm of Vaswani et al. 2017.
-      dtype: type of the computation; the input's when None.
+      dtype: type of the computation; None for the input's type.
 
     >>> block = Block(MultiHeadAttention(num_heads=2, mask=Causal()), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
@@ -98,8 +98,8 @@ class Block(Layer):
 class GPT(nn.Module):
     """A decoder-only transformer: by default pre-norm blocks and a tied embedding (Radford et al. 2019).
 
-    Its config makes it a GPT-2, Llama, Gemma, Qwen or OLMo: `attnlab.interop.huggingface` reads one from a checkpoint,
-    and docs/guide/models.md lists its fields.
+    Its config makes it a GPT-2, Llama, Gemma, Qwen or OLMo: `attnlab.interop.huggingface` reads a config from a
+    checkpoint, and docs/guide/models.md lists the fields.
 
     Weights are drawn from a normal distribution with standard deviation 0.02, or 0.02/√(2L) if they project onto the
     residual stream. Biases start at 0.
@@ -114,7 +114,7 @@ class GPT(nn.Module):
     (1, 6, 10)
 
     Layers may also be stacked (`stack_layers`). They then run in one loop, which compiles in the time of one pattern;
-    with caches, or collections other than parameters, layers are slices of the stacks:
+    with caches, or collections other than parameters, each layer runs by itself:
 
     >>> stacked = {"params": stack_layers(params["params"])}
     >>> bool(jnp.allclose(model.apply(stacked, tokens), model.apply(params, tokens), atol=1e-6))
@@ -144,7 +144,7 @@ class GPT(nn.Module):
         return self.clone(config=self.config.replace(**fields))
 
     def over_tokens(self, vocab_size: int) -> "GPT":
-        """The model with the same parameters whose tokens are the first `vocab_size`; the others are padding.
+        """The model with the same parameters and the first `vocab_size` tokens; other rows of its tables are padding.
 
         >>> model = GPT.of(vocab_size=16, num_layers=1, num_heads=2, width=8, context=6).over_tokens(10)
         >>> model.config.vocab_size, model.config.padded_vocab_size
@@ -174,12 +174,12 @@ class GPT(nn.Module):
         Args:
           tokens: int `[B, T]`, each in [0, vocab_size); checked unless traced.
           mask: and-ed with the causal mask or window of every layer, e.g. `masks.Segments(ids)`; a bool array counts
-            as `masks.Dense`. With caches, its keys are the caches' S slots: a bool array is `[T, S]`.
+            as `masks.Dense`. With caches, the keys are the caches' S slots: a bool array is `[T, S]`.
           deterministic: False for dropout.
           caches: one per layer (`init_caches`), each with a length `[B]`; `tokens` continue the cached sequences.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
           targets: int `[B, T]`, or `[B, R]` with `places`, the next tokens, each in [0, vocab_size); checked unless
-            traced, where the loss of others is NaN. Large logits are then never held at once: see `ops.cross_entropy`.
+            traced; the loss of traced others is NaN. Large logits are then never held at once: see `ops.cross_entropy`.
           segments: int `[B, T]`, the number of each token's document in sequences of several documents, one after
             another: a token attends only to its own document, and positions restart with each document.
           lengths: int `[B]`, the number of tokens in each sequence. The rest, at the right, is padding: no token
@@ -239,7 +239,7 @@ class GPT(nn.Module):
         if encoding == "learned":
             table = LearnedPositions(self.config.context, width, dtype=self.dtype, name="positions")
             return x + sharding.gathering(self, lambda table: table(positions))(table)
-        # As in Vaswani et al. 2017, section 3.4: sines of size 1 would dominate embeddings of deviation 0.02.
+        # As in Vaswani et al. 2017, section 3.4: sines of size 1 would dominate embeddings of standard deviation 0.02.
         return x * width**0.5 + sinusoidal(positions, width).astype(self.dtype)
 
     def block(self, layer: int) -> Block:

@@ -26,9 +26,9 @@ from attnlab.ops.jaxprs import Digest
 from attnlab.support import provenance
 from attnlab.support.errors import UserError
 
-BATCH, FEW, FURTHER = 2, 16, 4  # sequences; tokens for the numbers; length of the longest sequences / context
+BATCH, FEW, FURTHER = 2, 16, 4  # sequences; tokens for the numbers; longest length divided by the context
 _NEEDED = ("init", "forward", "gradient", "update")  # programs that all code has
-TOLERANCES = {"float32": 1e-3, "bfloat16": 3e-2}  # relative to the array's size; thousands of roundings, and 8
+TOLERANCES = {"float32": 1e-3, "bfloat16": 3e-2}  # relative to the array's size: thousands of roundings; 8 in bfloat16
 _TAKEN: contextvars.ContextVar[dict | None] = contextvars.ContextVar("traces", default=None)
 _USERS = jax.make_user_context(None)  # new in each trace, so that a user's jitted functions are traced again
 
@@ -48,7 +48,7 @@ class Code(NamedTuple):
 
     Attributes:
       key: equal for equal code within one call.
-      programs: returns what is traced: by name, a function and its arguments' shapes, or a text.
+      programs: returns, by name, what is traced: a function and the shapes of its arguments, or a text.
       numbered: returns the programs whose numbers are saved. They have few tokens and no random numbers, because random
         numbers differ between versions of JAX.
       tolerance: tolerance of numbers, relative to the size of their array.
@@ -109,7 +109,7 @@ class Code(NamedTuple):
         return record | ({"by_source": sorted(digest.by_source)} if digest.by_source else {})
 
     def _add_to(self, digest: Digest) -> dict[str, str]:
-        """Trace all programs. If one cannot run, such as decoding, the type of its error counts; return the errors."""
+        """Add all programs. If one cannot run, such as decoding, add the type of its error; return all such errors."""
         failed = {}
 
         def tried(name, call, *args):
@@ -143,7 +143,7 @@ def of_model(model: ModelConfig | nn.Module, context: int, packed: bool = False)
     """The code of a model: a config's GPT with one period of its layers, or a module that is called like a GPT.
 
     Args:
-      context: tokens of a sequence.
+      context: number of tokens in a sequence.
       packed: whether a sequence holds several documents.
     """
 

@@ -82,13 +82,13 @@ def attention(
       mask: which keys each query may attend to, e.g. `masks.Causal()`; a bool array counts as `masks.Dense`.
       score_mod: one score mod or a tuple of them, e.g. `score_mods.SoftCap(30.0)`.
       bias: added to the scores, `[Tq or 1, Tk]` or `[..., H or 1, Tq or 1, Tk]`.
-      scale: 1/√D when None.
+      scale: factor of the products q·k; 1/√D when None.
       sinks: `[H]`, one extra logit per head in the softmax's sum, with no value.
       dropout_rate: probability of dropping a weight, in [0, 1); the others are scaled by 1/(1 − rate).
       dropout_key: one PRNG key, or one per example (q's batch axes).
       q_positions, kv_positions: `[Tq]` or `[..., Tq]`, and `[Tk]` or `[..., Tk]`; `arange` when None. Needed when
-        Tq ≠ Tk and the mask or a score mod compares positions. Below 2³⁰ in size.
-      impl: "auto", a name from `implementations()`, or a tuple of these: the first that can run the call does.
+        Tq ≠ Tk and the mask or a score mod compares positions. Below 2³⁰ in absolute value.
+      impl: "auto", a name from `implementations()`, or a tuple of these: the first that can run the call is used.
       block_sizes: (queries, keys) of a tile, for backends that compute tile by tile.
       return_lse: also return the log of the softmax's sum.
 
@@ -149,10 +149,10 @@ def attention_weights(
 ) -> Float[Array, "*B H Rq Tk"]:
     """The softmax weights of `attention`, before dropout.
 
-    Arguments and errors are as in `attention`; `rows` `[Rq]` are the indices of the queries, None for all.
+    Arguments and errors are as in `attention`; `rows` `[Rq]` selects queries by index; None for all.
 
     Returns:
-      `[..., H, Tq, Tk]`, or `[..., H, Rq, Tk]`. A row sums to 1, to less with sinks, to 0 if it is fully masked.
+      `[..., H, Tq, Tk]`, or `[..., H, Rq, Tk]`. A row sums to 1, or to less with sinks, or to 0 if it is fully masked.
 
     >>> weights = attention_weights(jnp.ones((3, 1, 4)), jnp.ones((3, 1, 4)), mask=Causal())
     >>> print(np.asarray(weights[0]).round(2))
@@ -303,7 +303,7 @@ def _platform_against(name, names, call: AttentionCall, platform) -> str | None:
     if needs in (None, actual) or getattr(_BACKENDS[name], "is_interpreted", lambda: False)():
         return None
     is_unknown = platform is None and actual == jax.default_backend() and isinstance(call.q, jax.core.Tracer)
-    if is_unknown and names == (name,):  # of several names, the first that surely can run is chosen
+    if is_unknown and names == (name,):  # with several names, the first that surely can run is chosen
         return None
     return f"it needs a {needs}, and this is a {actual}"
 

@@ -30,7 +30,7 @@ class AttentionCall(Node):
 
     Attributes:
       score_mods: a tuple, in the order of application.
-      dropout_keys: a key, or its words, for each example `[..., ]`.
+      dropout_keys: for each example, a PRNG key or its uint32 words.
       shard: which part of a call this is, if the call is split over devices.
 
     >>> AttentionCall(jnp.ones((2, 5, 4, 8)), *2 * [jnp.ones((2, 7, 4, 8))], scale=0.5).lengths
@@ -71,7 +71,7 @@ class AttentionCall(Node):
 
     @property
     def coordinates(self) -> dict:
-        """What a mask needs besides the lengths: positions, the number of heads and the batch axes."""
+        """A mask's arguments besides the lengths: positions, the number of heads and the batch axes."""
         positions = {"q_positions": self.q_positions, "kv_positions": self.kv_positions}
         return positions | {"num_heads": self.num_heads, "batch": self.batch}
 

@@ -87,7 +87,7 @@ def floating(name: str, x):
 
 
 def integers(name: str, x, limit: int = INT32_MAX, remedy: str = "use smaller ones"):
-    """Indices or positions as int32, because unsigned integers wrap when subtracted; None for None."""
+    """Convert indices or positions to int32, because unsigned integers wrap when subtracted; None for None."""
     if x is None:
         return None
     if not isinstance(x, jax.Array | np.ndarray):
@@ -122,7 +122,7 @@ def in_range(name: str, x, size: int, low: int = 0, remedy: str = "") -> None:
 
 
 def lengths(name: str, x, batch: tuple[int, ...], length: int):
-    """Lengths of sequences of `length` tokens, as int32 `[*batch]`, or None."""
+    """Check lengths of sequences of `length` tokens and return them as int32 `[*batch]`; None for None."""
     x = integers(name, x)
     if x is not None and x.shape != batch:
         raise ValueError(f"{name} has shape {x.shape}, expected {batch}: one for each sequence")
@@ -149,7 +149,7 @@ def warn_of_swapped_axes(q, k, v, *terms) -> None:
 
 
 def positions(name: str, x, batch: tuple[int, ...], length: int):
-    """Positions as int32 `[length]` or `[*batch, length]`, or None."""
+    """Check positions and return them as int32 `[length]` or `[*batch, length]`; None for None."""
     x = integers(name, x, POSITION_LIMIT - 1, "subtract the same offset from q_positions and kv_positions")
     if x is not None and jnp.shape(x) not in ((length,), (*batch, length)):
         raise ValueError(
@@ -159,7 +159,7 @@ def positions(name: str, x, batch: tuple[int, ...], length: int):
 
 
 def bias(x, batch: tuple[int, ...], num_heads: int, q_length: int, kv_length: int):
-    """A bias `[Tq or 1, Tk]` or `[..., H or 1, Tq or 1, Tk]`, or None."""
+    """Check and return a bias `[Tq or 1, Tk]` or `[..., H or 1, Tq or 1, Tk]`; None for None."""
     x = floating("bias", x)
     if x is None:
         return None
@@ -179,7 +179,7 @@ def bias(x, batch: tuple[int, ...], num_heads: int, q_length: int, kv_length: in
 
 
 def sinks(x, num_heads: int):
-    """Sinks `[H]`, or None."""
+    """Check and return sinks `[H]`; None for None."""
     x = floating("sinks", x)
     if x is not None and jnp.shape(x) != (num_heads,):
         raise ValueError(f"sinks has shape {jnp.shape(x)}, expected {(num_heads,)}: one logit per head")
@@ -187,7 +187,7 @@ def sinks(x, num_heads: int):
 
 
 def dropout_rate(rate, key) -> float:
-    """A dropout rate in [0, 1); above 0 it needs a key."""
+    """Check and return a dropout rate in [0, 1); a rate above 0 needs a key."""
     if isinstance(rate, jax.core.Tracer):
         raise ValueError("dropout_rate is traced: expected a Python number, e.g. a static argument of jit")
     rate = float(rate)
@@ -202,7 +202,7 @@ def dropout_rate(rate, key) -> float:
 
 
 def clipped_to_int32(x):
-    """Integers as int32, clipped to ±2³⁰ where they would wrap."""
+    """Convert integers to int32, clipped to ±2³⁰ where they would wrap."""
     if not np.can_cast(x.dtype, np.int32):
         info, xp = jnp.iinfo(x.dtype), np if isinstance(x, np.ndarray) else jnp
         x = xp.clip(x, max(info.min, -POSITION_LIMIT), min(info.max, POSITION_LIMIT))

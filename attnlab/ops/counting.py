@@ -60,7 +60,7 @@ def _keys_of_queries(mask: Mask | None, q_length: int, kv_length: int) -> float:
 
 
 def _without_arrays(mask: Mask | None) -> Mask | None:
-    """The mask without parts that depend on arrays, such as segments and lengths, which may make any key visible."""
+    """The mask without parts that depend on arrays, such as segments and lengths; keys hidden only by them count."""
     if isinstance(mask, And):
         a, b = _without_arrays(mask.a), _without_arrays(mask.b)
         return b if a is None else a if b is None else a & b
@@ -70,7 +70,7 @@ def _without_arrays(mask: Mask | None) -> Mask | None:
 def operations(function: Callable, *args) -> float:
     """Count the FLOPs of a function of arrays or shapes, without computing it.
 
-    A `while` loop counts as one iteration, with a warning, because their count may depend on data. Of the branches of
+    A `while` loop counts as one iteration, with a warning, because the number may depend on data. Of the branches of
     a condition, the most expensive counts. Elementwise operations, sums and lookups do not count.
 
     >>> operations(lambda x: x @ x, jnp.ones((2, 2)))

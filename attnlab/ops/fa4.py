@@ -1,7 +1,7 @@
 """Adapter to FlashAttention-4's kernels for JAX (fa4-jax), which run on NVIDIA's GPUs from Ampere to Blackwell.
 
 Causal masks and windows skip whole tiles; any other mask becomes a predicate that the kernels evaluate at each pair of
-the tiles left. On CPUs the library's reference runs instead, for tests. attnlab has compiled the kernels and has not
+the other tiles. On CPUs the library's reference runs instead, for tests. attnlab has compiled the kernels and has not
 run them, so "auto" never chooses them.
 """
 
@@ -92,7 +92,7 @@ def attend(call: AttentionCall) -> tuple[Array, None]:
 class Predicate:
     """A mask as a program of numbers: (query index, key index, a number from each operand) → whether it is visible.
 
-    Equal programs are equal, so that each compiles once.
+    Predicates with equal programs are equal, so that each program compiles once.
     """
 
     program: ClosedJaxpr
@@ -122,7 +122,7 @@ class Predicate:
 
 
 def _predicate(call: AttentionCall) -> tuple[Band, Predicate | None, list[Array]]:
-    """Return the band that the kernels know, the predicate for the rest of the mask, and its operands.
+    """Return the band that the kernels take, the predicate for the rest of the mask, and its operands.
 
     Raises:
       RefusedError: the mask cannot run inside a kernel.

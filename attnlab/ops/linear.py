@@ -67,14 +67,14 @@ def linear_attention(
       q: `[..., Tq, H, D]`.
       k: `[..., Tk, Hk, D]`, H a multiple of Hk: head h of q uses head h // (H / Hk).
       v: `[..., Tk, Hk, Dv]`.
-      causal: query i attends to keys j ≤ i and to all keys of `state`; requires Tq = Tk. False: to every key.
-      feature_map: φ, along the last axis; positive if `normalize`.
+      causal: query i attends to keys j ≤ i and to all keys of `state`; requires Tq = Tk. False: i attends to every key.
+      feature_map: φ, applied along the last axis; must be positive if `normalize`.
       normalize: divide by φ(q)·z, so that the weights of a row sum to 1.
       lengths: `[...]`, keys from this index on are padding: masked, and left out of the state.
       state: the state after the preceding keys.
       return_state: also return the state after these keys.
       impl: "chunked", "naive" or "recurrent". When differentiated, "recurrent" stores a state for every token.
-      chunk_size: C, tokens per chunk; the last may be ragged.
+      chunk_size: C, tokens per chunk; the last chunk may be shorter.
 
     Returns:
       out `[..., Tq, H, Dv]` in q's type, or (out, `LinearState`).

@@ -45,9 +45,9 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
-    """A query attends to `left` positions before it, `right` after it, and itself: i − left ≤ j ≤ i + right.
+    """A query attends to `left` positions before it, `right` positions after it, and its own: i − left ≤ j ≤ i + right.
 
-    Both are integers, in positions; negative ones raise ValueError. With w = left + right + 1, attention costs O(w·n·d)
+    Both are integers ≥ 0, in positions (otherwise ValueError). With w = left + right + 1, attention costs O(w·n·d)
     (restricted self-attention, Vaswani et al. 2017, section 4).
 
     >>> SlidingWindow(left=1, right=1).dense(4, 4).sum(axis=-1)
@@ -79,7 +79,7 @@ class SlidingWindow(Mask):
 
 @dataclass(frozen=True)
 class PrefixLM(Mask):
-    """Full attention to a prefix of the sequence, causal to the rest: j < length or j ≤ i (Raffel et al. 2020).
+    """Full attention to a prefix of the sequence, causal to other keys: j < length or j ≤ i (Raffel et al. 2020).
 
     `length`, in positions, is one number for all sequences, or an int array with exactly q's batch axes.
 
@@ -146,7 +146,7 @@ class Padding(Mask):
 
 @dataclass(frozen=True)
 class Segments(Mask):
-    """A query attends to the keys of its segment, with equal ids. Packs several documents into one sequence.
+    """A query attends to the keys whose id equals its own. Packs several documents into one sequence.
 
     `q_ids` is an int array `[Tq]` or `[..., Tq]` with exactly q's batch axes; `kv_ids` is likewise `[Tk]` or
     `[..., Tk]`, or None for `q_ids`. Ids may be in any order; tiles are skipped where equal ids are contiguous.
@@ -320,7 +320,7 @@ def join(*masks: Mask | Bool[Array, "..."] | None) -> Mask | None:
 
 
 class Band(NamedTuple):
-    """A mask as kernels take it: i − left ≤ j ≤ i + right, None for no bound, and equal segment ids."""
+    """A mask in the form that kernels take: i − left ≤ j ≤ i + right (None for no bound) and equal segment ids."""
 
     left: int | None
     right: int | None

@@ -35,7 +35,7 @@ def platform_of(*arrays) -> str:
 
 
 def is_hopper(*arrays) -> bool | None:
-    """Whether the GPU of the arrays' mesh, or of this machine, is an NVIDIA Hopper, e.g. an H100; None without one."""
+    """Whether the GPU of the arrays' mesh, or of this machine, is an NVIDIA Hopper, e.g. H100; None without a GPU."""
     if device := _of_mesh(arrays):
         return bool(re.search(r"\bG?H\d+\b", device.device_kind))
     if jax.default_backend() != "gpu":

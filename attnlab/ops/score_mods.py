@@ -157,7 +157,7 @@ class Forget(ScoreMod):
     """Forgetting attention: score + c_i − c_j, c the running sum of log forget gates (Lin et al. 2025, section 3).
 
     `queries` is c at the queries, float32 or float64 `[Tq, H]` or `[..., Tq, H]` with exactly q's batch axes, in
-    logits; `keys` is likewise c at the keys, `[Tk, H]` or `[..., Tk, H]`; `queries` when None. With `Causal`, a key
+    logits; `keys` is likewise c at the keys, `[Tk, H]` or `[..., Tk, H]`; None for `queries`. With `Causal`, a key
     loses the sum of log f over the tokens after it, up to the query. Memory is linear in the length.
 
     Rounding: all terms of c have one sign and `jnp.cumsum` adds pairwise, so c_i − c_j in float32 is within
@@ -197,7 +197,7 @@ class Forget(ScoreMod):
             expected = f"{shapes[0]} or {shapes[1]}: {remedy}"
             _check_shape(f"Forget {name}", sums, np.shape(sums) in shapes, expected)
             lowest = 0 if isinstance(sums, jax.core.Tracer) else float(np.asarray(sums).min(initial=0))
-            if not lowest > -(2 if sums.dtype == jnp.float32 else 2**30) * 2**22:  # neighbours: half a logit
+            if not lowest > -(2 if sums.dtype == jnp.float32 else 2**30) * 2**22:  # floats half a logit apart
                 raise ValueError(f"Forget {name} has sums down to {lowest:g}, too imprecise: sum max(log gate, -100)")
 
 

@@ -43,7 +43,7 @@ def stick_breaking_attention(
 ) -> Float[Array, "*B Tq H Dv"]:
     """Stick-breaking attention (Tan et al. 2024, arXiv 2410.17980): σ(z_ij) · Π (1 − σ(z_il)) for l between j and i.
 
-    A query attends to keys at positions before its own, but not to its own: the first row is 0. A row sums to at most
+    A query attends to keys at positions before its own, so the first row is 0. A row sums to at most
     1. Masked keys take nothing from the stick. Logits and sums are float32 (float64 for float64).
 
     Args:
@@ -55,7 +55,7 @@ def stick_breaking_attention(
       q_positions, kv_positions: `[Tq]` or `[..., Tq]`, and `[Tk]` or `[..., Tk]`; `arange` when None. Needed when
         Tq ≠ Tk. "blockwise" needs visible keys in the order of their positions.
       impl: "dense", memory O(Tq·Tk); "blockwise", memory O(Tq + Tk), first derivatives in reverse mode; "auto".
-      block_size: queries, and keys, of a tile; None for 128.
+      block_size: number of queries, and of keys, in a tile; None for 128.
 
     Returns:
       `[..., Tq, H, Dv]` in q's type.
@@ -94,7 +94,7 @@ def stick_breaking_weights(
     q_positions: Integer[Array, "..."] | None = None,
     kv_positions: Integer[Array, "..."] | None = None,
 ) -> Float[Array, "*B H Tq Tk"]:
-    """The weights A of `stick_breaking_attention`, whose arguments and errors it shares.
+    """The weights A of `stick_breaking_attention`, with the same arguments and errors.
 
     >>> print(stick_breaking_weights(jnp.zeros((3, 1, 2)), jnp.zeros((3, 1, 2)))[0])
     [[0.   0.   0.  ]
@@ -234,7 +234,7 @@ def _forward(q, k, v, where, sizes: _Sizes):
 def _backward(sizes: _Sizes, residuals, d_out):
     """Use dL_ij = A_ij · (do_i·v_j), dz_ij = dL_ij · (1 − σ) − σ · Σ_{l<j} dL_il, and Σ_l dL_il = do_i·o_i.
 
-    So the sum over farther keys is do·o minus the sum over the other keys, and tiles keep the forward pass's order.
+    So the sum over farther keys is do·o minus the sum over the other keys, and tiles are visited in the same order.
     """
     q, k, v, where, out = residuals
     tiling, size = _Tiles(q, k, where, sizes), sizes.tile

@@ -76,7 +76,7 @@ class Side(NamedTuple):
         return x[..., :, None] if self.axis == -2 else x[..., None, :]
 
     def lay(self, x: Array) -> Array:
-        """`[..., n]` as `[..., 1, n, 1]` or `[..., 1, 1, n]`, to broadcast against scores."""
+        """Reshape `[..., n]` to `[..., 1, n, 1]` or `[..., 1, 1, n]`, to broadcast against scores."""
         return x[..., None, :, None] if self.axis == -2 else x[..., None, None, :]
 
     def block(self, i: int | Array, size: int) -> "Side":
@@ -231,7 +231,7 @@ def padded(x: Array, length: int, axis: int = -1) -> Array:
 
 
 def blocked(x: Array, size: int) -> Array:
-    """`[..., n]` as `[..., ceil(n / size), size]`, its last entry repeated to fill the last block."""
+    """Cut `[..., n]` into blocks `[..., ceil(n / size), size]`; the last entry is repeated to fill the last block."""
     xp = np if isinstance(x, np.ndarray) else jnp
     missing = -x.shape[-1] % size
     if missing:

@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether training fits, and evaluation beside the optimizer's state; None if unknown."""
+        """Whether training fits, and evaluation together with the optimizer's state; None if unknown."""
         if self.training.refusal or self.evaluation.refusal:
             return False
         if self.topology.usable_gib is None:
@@ -199,7 +199,7 @@ def _compiled(step: str, lower: Callable, parallel: parallel_lib.Parallel, topol
 
 
 def _flops_per_token(model: GPT, length: int) -> float:
-    """Training FLOPs per token, equal for all backends: counted with "auto", as the chosen one may not run here."""
+    """Training FLOPs per token, equal for all backends; counted with "auto" because the chosen one may not run here."""
     layers = (dataclasses.replace(x, impl="auto") if hasattr(x, "impl") else x for x in model.config.layers)
     return flops.per_token(model.replace(layers=tuple(layers)), length)
 

@@ -30,15 +30,15 @@ class Program(NamedTuple):
 
     arguments: int | None  # None where the compiler refused the program
     temporaries: int | None
-    peak: int | None  # of a refused program, the size in the compiler's message, if any
+    peak: int | None  # for a refused program, the size in the compiler's message, if any
     compile_seconds: float
-    collectives: dict[str, list[int]]  # by kind, executions and bytes of results (of a reduce-scatter: operands)
+    collectives: dict[str, list[int]]  # by kind: executions, and bytes of results (for a reduce-scatter, operands)
     unknown_loops: int  # loops whose number of iterations the text does not show, counted as one
     custom_calls: dict[str, int]  # executions by target
     kernels: dict[str, int]  # executions by name: Pallas kernels, and cuDNN's attention kernels
     refusal: str = ""  # the compiler's message if it refused the program for lack of memory
     launches: int = 0  # executed instructions that compute or copy; on GPUs, kernels
-    moved: int = 0  # bytes that they read and write
+    moved: int = 0  # bytes that these instructions read and write
 
 
 class Instruction(NamedTuple):
@@ -79,7 +79,7 @@ def read(compiled: jax.stages.Compiled, seconds: float = 0.0) -> Program:
 
 
 def refused(message: str, seconds: float) -> Program:
-    """Build the program for a compiler's RESOURCE_EXHAUSTED, whose message may name the memory needed."""
+    """Describe a program that the compiler refused with RESOURCE_EXHAUSTED; the message may name the memory needed."""
     size = r"([\d.]+)\s?([KMGT]?)i?B?"
     forms = rf"\({size}\) exceeds available HBM", rf"Used {size} of .* hbm"  # libtpu since 2026, and before
     size_match = next((match for form in forms if (match := re.search(form, message))), None)
@@ -175,7 +175,7 @@ def work(computations: dict[str, list[Instruction]]) -> tuple[int, int]:
             if is_fusion := each.opcode in _FUSIONS:
                 kernel = body = computations[_called(each, "calls")[0]]
                 names = {x.name for x in body if x.opcode == "parameter"}
-            # The start of a copy or collective reads its operands, its end writes the results.
+            # The start of a copy or collective reads the operands; the end writes the results.
             if not each.opcode.endswith("-done"):
                 launches += times
                 moved += times * sum(_read(kernel, x) for x in body if x.name in names)
@@ -253,7 +253,7 @@ def trip_count(computations: dict[str, list[Instruction]], loop: Instruction) ->
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if known:
         return int(known[1])
-    # On TPUs it follows from a counter: its start, its increment in the body, and the constant that bounds it.
+    # On TPUs the number follows from a counter: its start, its increment in the body, and the constant that bounds it.
     condition, body = (computations.get(name[0], []) for name in (_called(loop, "condition"), _called(loop, "body")))
     caller = computations.get(loop.computation, [])
     test, end = _root(condition), _root(body)

@@ -22,7 +22,7 @@ from attnlab.training.metrics import memory_stats
 
 
 class Topology(NamedTuple):
-    """Devices of one kind to compile for; they run only where the name is "here"."""
+    """Devices of one kind to compile for; programs run on them only if the name is "here"."""
 
     name: str
     platform: str  # "tpu", "gpu" or "cpu"
@@ -45,8 +45,8 @@ class _Generation(NamedTuple):
 
 # Chips per pod (for v5p, per slice) and peaks are from https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x},
 # "System architecture". The usable memory is not documented: it is what libtpu 0.0.50 names when it refuses a program
-# ("exceeds available HBM (15.75G)"). Memory and peaks are per JAX device. A tpu7x chip has two; so has a v4 chip in
-# libtpu, unless an option makes both cores one device ("megacore"), as they are on every v4 host of Google Cloud.
+# ("exceeds available HBM (15.75G)"). Memory and peaks are per JAX device. A tpu7x chip is two devices. libtpu also
+# makes a v4 chip two devices unless "megacore" joins its cores, as they are joined on every v4 host of Google Cloud.
 _TPUS = {
     "v4": _Generation(30.75, 275, 1.23, 3, 4096, {"chip_config_name": "megacore"}),
     "v5e": _Generation(15.75, 197, 0.82, 2, 256, {}),
@@ -123,7 +123,7 @@ def _tpu(name: str, generation: str, shape: str) -> Topology:
 
 
 def _sizes(name: str, generation: str, shape: str) -> tuple[int, ...]:
-    """Parse and check the chips along each axis: libtpu exits on a size of 0, and accepts slices that do not exist."""
+    """Parse and check the chips along each axis, because libtpu exits on a size of 0 and accepts impossible slices."""
     known = _TPUS[generation]
     example = "x".join(map(str, _HOST[: known.axes]))
     if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", shape) or shape.count("x") + 1 != known.axes:

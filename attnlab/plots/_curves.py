@@ -36,7 +36,7 @@ def curves(
       x, y: axis labels, with the unit.
       log: "x", "y" or "xy": logarithmic axes.
       spread: by name, a deviation for each point, or a pair (low, high) of the ends at each point, drawn as a band.
-      dashed: names of dashed curves, such as a theoretical one.
+      dashed: names of dashed curves, such as a theoretical curve.
       markers: whether to mark the points.
       labels: where the names go: in a "legend", or at the right end of each "line".
       colors: colours by name; `COLORS` by default.
@@ -118,10 +118,10 @@ def runs(
     groups: Mapping[str, str] | None = None,
     colors: Mapping[str, str] | None = None,
 ) -> Figure:
-    """Losses of runs over steps: validation as points on a line, training behind them in the same colour.
+    """Losses of runs by step: validation losses are points on a line; training losses lie behind, in the same colour.
 
-    A group of runs, such as several seeds, has one colour: a line with points for the mean validation loss, at the
-    steps that all its runs have, and a thin line for each run.
+    A group of runs, such as several seeds, has one colour: a line with points shows the mean validation loss at the
+    steps that all runs of the group have, and a thin line shows each run.
 
     Args:
       workdirs: as for `attnlab.metrics`: a folder, a glob, or several.

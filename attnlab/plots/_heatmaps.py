@@ -99,7 +99,7 @@ def atlas(patterns, title: str, *, causal: bool = False) -> Figure:
     """All heads of a model as thumbnails: one row per layer, one column per head, on a common colour scale.
 
     Colours follow the square root of the weights, which separates small weights from zero. In long sequences, a pixel
-    is the largest weight of its block.
+    shows the largest weight of its block.
 
     Args:
       patterns: `[L, H, Tq, Tk]`, or for each layer `[H, Tq, Tk]`; layers may differ in H.
@@ -168,7 +168,7 @@ def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 1
     """Which keys each query may attend to: one square per pair, dark where visible.
 
     Args:
-      shown: masks, or bool `[Tq, Tk]` arrays, by name; if a mask differs between sequences or heads, only the first.
+      shown: masks, or bool `[Tq, Tk]` arrays, by name; of a mask that differs by sequence or head, the first is drawn.
       title: the finding.
       length: Tq and Tk of the masks.
       columns: masks per row.

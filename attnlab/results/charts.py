@@ -21,7 +21,7 @@ class Figure(NamedTuple):
     Attributes:
       title: shown above the figure.
       alt: description for readers who cannot see the figure.
-      draw: returns a matplotlib figure that uses the colours by name; a page inverts its lightness in dark mode.
+      draw: takes colours by name and returns a matplotlib figure; a page inverts its lightness in dark mode.
       png: a picture in place of `draw`, shown unchanged.
     """
 
@@ -31,7 +31,7 @@ class Figure(NamedTuple):
     png: bytes = b""
 
     def address(self, names: Sequence[str]) -> str:
-        """Return the image as a `data:…` URL; `names`, of all variants, get their colours in this order.
+        """Return the image as a `data:…` URL; `names` lists all variants, in the order of their colours.
 
         Raises:
           UserError: matplotlib is not installed.

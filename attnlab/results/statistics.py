@@ -69,8 +69,8 @@ def mean_and_margin(
 ) -> tuple[float, float]:
     """Mean, and half the width of its Student's t interval, which misses the true mean with probability `level`.
 
-    Half the width is NaN for fewer than two values. The deviation of the values counts as at least that caused by
-    rounding to multiples of `resolution`.
+    Half the width is NaN for fewer than two values. The standard deviation is taken to be at least the
+    one that rounding to multiples of `resolution` causes.
     """
     values, count = np.asarray(values, np.float64), len(values)
     if count < 2:
@@ -85,7 +85,7 @@ def quantile(seeds: int, level: float = LEVEL) -> float:
 
 
 class Difference(NamedTuple):
-    """Statistics of a variant's losses minus another's, by seed.
+    """Statistics of a variant's losses minus the first variant's, paired by seed.
 
     Attributes:
       mean: below 0 where the variant is better.
@@ -93,8 +93,8 @@ class Difference(NamedTuple):
       p: p-value of the mean if there were no difference, corrected for the number of variants.
       verdict: "better", "worse", "not told apart", or "failed" if no seed has both results.
       detectable: the smallest difference that would be detected with probability 80 %.
-      seeds_needed: seeds that would detect the observed mean with that probability, at most 1000: from the spread of
-        these seeds, and from both ends of its 95 % interval; None if the mean was detected, or is 0.
+      seeds_needed: seeds that would detect the observed mean with that probability, at most 1000: for the spread of
+        these seeds, and for both ends of the spread's 95 % interval; None if the mean was detected, or is 0.
     """
 
     mean: float
@@ -112,11 +112,11 @@ def differences(
 
     Args:
       losses: losses by variant and seed, the same seeds for all: `[variants][seeds]`; NaN where a run failed.
-      resolution: the smallest step between two losses, 1/N for shares of N answers; equal results may differ below it.
+      resolution: the smallest step between two losses, such as 1/N for accuracies over N answers.
       of: number of differences in the table; None if these are all.
 
     Returns:
-      One for each variant but the first.
+      A `Difference` for each variant but the first.
 
     >>> first, *_ = differences([[1.0, 1.1, 0.9], [2.0, 2.1, 1.9001]])
     >>> first.verdict, round(first.mean, 3)

@@ -25,7 +25,7 @@ class Column(NamedTuple):
       unit: unit of the value, and of its interval.
       format: format of the value, such as ".4f"; or a function from a row to the text of its cell.
       help: a sentence that explains the column.
-      usual: an uninformative value; a column without any other value is hidden.
+      usual: an uninformative value; a column that holds nothing else is hidden.
       empty: the text of a cell without a value.
     """
 
@@ -123,7 +123,7 @@ class Table(NamedTuple):
 def with_interval(
     key: str, title: str, read: Callable[[Any], tuple[float, float] | None], unit: str, sign: str = "", help: str = ""
 ) -> list[Column]:
-    """Return two columns: a mean, shown ± half the width of its interval, and this half width, only in the CSV file.
+    """Return two columns: a mean, shown with ± half its interval's width; and that half width, only in the CSV file.
 
     `read` returns both values; `sign` "+" shows the sign of positive means.
     """
@@ -157,7 +157,7 @@ def number(value: int | float) -> str:
 
 
 def minus(text: str) -> str:
-    """Write a number's text with a true minus, except in its exponent, so that flags accept it."""
+    """Replace hyphens by true minus signs, except in exponents, so that a learning rate can be pasted into a flag."""
     return re.sub(r"(?<!e)-", "−", text)
 
 

@@ -19,7 +19,7 @@ def sites(model, variables, *args, **kwargs) -> Sites:
 
     Args:
       model: a `flax.linen` or `flax.nnx` module with attention layers of `attnlab.nn` or Flax.
-      variables: the model's, `{"params": …}`; for an nnx module a state, or None for the module's current state.
+      variables: `{"params": …}` of the model; for an nnx module a state, or None for the module's current state.
       args, kwargs: arguments of the model, e.g. tokens.
 
     Returns:
@@ -50,7 +50,7 @@ def capture(
 ) -> Run:
     """Run a model and return values of its layers.
 
-    The model and its result do not change. It works within `jax.jit` (which makes it fast), `jax.vmap` and `jax.grad`.
+    The model and its result stay the same. This works in `jax.jit` (which makes it fast), `jax.vmap` and `jax.grad`.
 
     Args:
       model, variables, args, kwargs: as for `sites`.
@@ -88,7 +88,7 @@ def edited(
     """Run a model with some of its values replaced.
 
     Edits are pytrees of arrays, so `jax.jit`, `jax.vmap` and `jax.grad` pass through them. Besides `Put`, `Add` and
-    `Scale`, an edit may be any pytree that is a function of the value, such as `jax.tree_util.Partial(function,
+    `Scale`, an edit may be any pytree that can be called with the value, such as `jax.tree_util.Partial(function,
     *arrays)`. An edited value is captured after its edit.
 
     Args:

@@ -89,8 +89,8 @@ def scores(
     """Score causal attention heads by the keys that they attend to, against the same model before training.
 
     A head with random weights favours some tokens by chance, the same ones in all sequences, so more sequences do not
-    help. The test is therefore of a head among heads: Student's t-test of one further value, with the untrained heads
-    of the same layer as the sample.
+    help. The test therefore compares heads: it is Student's t-test of one further value, and its sample is the
+    untrained heads of the same layer.
 
     Args:
       patterns: weights of causal self-attention, `[L, B, H, T, T]` or, for each layer, `[B, H, T, T]`.

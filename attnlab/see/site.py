@@ -19,7 +19,7 @@ class Site:
       names: the values that can be captured, among q, k, v, pattern and z.
       editable: whether these values can be edited.
       mismatch: max |pattern·v − z| / max |z|, for z before any output gate and norm; None if not measured.
-      tolerance: the largest mismatch of a verified pattern.
+      tolerance: the largest mismatch at which a pattern counts as verified.
 
     >>> Site("attention", "MultiHeadAttention", 2, 2, 5, 5, mismatch=1e-7, tolerance=3e-4).verified
     True
@@ -38,7 +38,7 @@ class Site:
 
     @property
     def verified(self) -> bool:
-        """Whether z was checked to be computed with the pattern."""
+        """Whether a check has shown that z is computed with the pattern."""
         return self.mismatch is not None and self.mismatch <= self.tolerance
 
 
@@ -102,7 +102,7 @@ class Sites:
 def blocks_of(attention: tuple[str, ...], streams: dict[str, bool]) -> tuple[str, ...]:
     """The blocks of the attention layers, among the modules that return the shape they take (`streams`, in call order).
 
-    An attention layer's block is the outermost such module around it with no more attention layers than the innermost.
+    The block of a layer is the outermost such module around it that has only as many attention layers as the innermost.
     """
 
     def around(path):

@@ -125,7 +125,7 @@ def _contributions(view: ModelView, inputs, targets):
 
 
 def _left(run, block: str, rest, variables, view: ModelView):
-    """Distance of a block from x + attention + mlp: the part of its other additions that no layer returned.
+    """Relative distance of a block from x + attention + mlp, where mlp is at most one layer's output.
 
     Heads add their outputs to the stream unchanged only if the rest is their bias plus at most one layer's output.
     """

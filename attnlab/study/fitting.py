@@ -68,7 +68,7 @@ def fit_seeds(
     looks: Sequence[int],
     advance: Advance = ignore,
 ) -> Iterator[tuple[int, dict]]:
-    """Train one model per seed, side by side, and yield the parameters of all at chosen steps.
+    """Train one model per seed, side by side, and yield all parameters at chosen steps.
 
     The seeds are split over devices (the study command makes each CPU core a device), and the seeds on one device run
     side by side by `vmap`. All steps between two looks are one compiled loop, which also draws the batches.
@@ -78,9 +78,9 @@ def fit_seeds(
       init: `init(key)`, the initial parameters.
       batches: `batches(step, seed)`, the batch of a step; both arguments are traced, see `attnlab.data.tasks`.
       optimizer: e.g. `adamw`.
-      seeds: one model each. A multiple of the number of devices keeps all of them busy.
+      seeds: one model each; a multiple of the number of devices keeps all devices busy.
       looks: increasing numbers of updates, the last of which ends the training; 0 gives the initial parameters.
-      advance: called as `advance(n)` after every n updates, of all seeds together.
+      advance: called as `advance(n)` after n more updates, counted over all seeds.
 
     Yields:
       `(step, params)`, NumPy arrays with a leading axis for the seeds.
@@ -149,7 +149,7 @@ class StudyText(NamedTuple):
     language: str  # "es" if the text looks Spanish, else "en"
 
     def batches(self, context: int, batch_size: int, seed: int) -> Callable[[int], Batch]:
-        """Return a function from a step to its training batch."""
+        """Return a function that takes a step and returns its training batch."""
         return TrainBatches(self.train, context=context, batch_size=batch_size, seed=seed).__getitem__
 
     def windows(self, context: int, batch_size: int) -> Callable:

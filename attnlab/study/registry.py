@@ -51,7 +51,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def with_errors_named(study: str, call):
-    """Return `call()`; an error in a user's study becomes one line with its place, and one in attnlab's is a bug."""
+    """Return `call()`; an error in a user's study becomes one line with its place; others are raised unchanged."""
     try:
         return call()
     except (Exception, SystemExit) as error:

@@ -23,7 +23,7 @@ class Options(NamedTuple):
     """Settings of a measurement.
 
     Attributes:
-      fast: fewer seeds, points and steps: a minute on two cores.
+      fast: use fewer seeds, points and steps, for about a minute on two cores.
       path: a text for the studies that train on one; "" for the Python language reference, which needs no download.
       progress: called once as `progress(total)` with the units of work ahead; returns `advance(amount=1)`, to be called
         as units are completed.

@@ -42,7 +42,7 @@ class Option(NamedTuple):
       default: default of the field; `dataclasses.MISSING` if the option is required.
       low, high: inclusive bounds of a number; an integer with `low` but no `high` must be below 2^31.
       choices: the valid names; empty for any.
-      needs: by name, the values of other options in its group without which it has no effect.
+      needs: by name, the values that other options of its group must have; otherwise it has no effect.
     """
 
     doc: str
@@ -88,7 +88,7 @@ def option(doc: str, default=_REQUIRED, *, low=None, high=None, choices=(), need
       default: default of the field; without it the option is required.
       low, high: inclusive bounds.
       choices: the valid names.
-      needs: values of other options in the group without which it has no effect: {"schedule": ("constant",)}.
+      needs: values that other options of the group must have, or it has no effect: {"schedule": ("constant",)}.
     """
     declared = Option(doc, (), default, low, high, tuple(choices), needs or {})
     return dataclasses.field(default=default, metadata={"option": declared})
@@ -150,7 +150,7 @@ def changed(record, values: Mapping[str, Any]):
 
     Args:
       record: the dataclass; its groups of options are dataclasses as well.
-      values: new values by dotted name; a group's may also be a mapping.
+      values: new values by dotted name; the value of a group may also be a mapping.
 
     Raises:
       FieldError: an unknown name, an invalid value.

@@ -36,7 +36,7 @@ def versions() -> dict[str, str]:
 
 
 def sources(digits: int = 8) -> str:
-    """The first of the 64 hex digits of the sha256 of attnlab's own Python files."""
+    """The first `digits` of the 64 hex digits of a sha256 over attnlab's Python files."""
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         digest.update(file.read_bytes())

@@ -25,7 +25,7 @@ LONGEST = 120  # characters in a run's name, which is also the name of its folde
 class Point(NamedTuple):
     """One run of a grid."""
 
-    name: str  # its values, "learning_rate=0.001,seed=0", as the name of a folder
+    name: str  # names its folder by its values: "learning_rate=0.001,seed=0"
     values: dict  # by field, without "config."
     config: RunConfig
 
@@ -83,7 +83,7 @@ def _different(runs: list[Point], where: str) -> list[Point]:
 
 
 def _shown(value) -> Any:
-    """A field's value in a name or a table: a scalar itself, otherwise six digits of its record's sha256."""
+    """A field's value as shown in names and tables: a scalar unchanged, anything else as six digits of a sha256."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return hashlib.sha256(json.dumps(records.of_value(value)).encode()).hexdigest()[:6]

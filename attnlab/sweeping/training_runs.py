@@ -44,7 +44,7 @@ def checked(jobs: int, together_: int | str) -> dict[str, Any]:
 
 
 def go_together(together_: int | str, jobs: int) -> bool:
-    """Whether runs of one program are trained as one, in `jobs` processes, or in this one for 0.
+    """Whether runs with the same compiled program are trained at once, in `jobs` processes, or in this one if 0.
 
     A process that starts others leaves the accelerator to them, so a separate process looks for one.
     """
@@ -77,8 +77,8 @@ class Runner:
 
     Attributes:
       total: number of runs in all calls.
-      jobs: processes at a time; 0 for this process, which notebook layers and an accelerator in use require.
-      together: how many runs of one program are trained as one, see `together.train_all`.
+      jobs: number of concurrent processes; 0 for this process, as notebook layers or an accelerator in use require.
+      together: how many runs with the same compiled program are trained at once, see `together.train_all`.
       lock: a file descriptor that each process holds open.
     """
 

@@ -39,11 +39,11 @@ class Feature:
 
     Attributes:
       name: e.g. "causal".
-      fields: returns the arguments of a call that use it, from a random generator and a shape.
-      shape: returns the shape that it needs, from a usual one.
-      instead: returns the calls that an implementation without it (`WITHOUT`) or with a common fault would compute, by
-        description.
-      transform: "jit", or how else the function is run: "eager", "vmap", "remat", or "sharded" over batch and heads.
+      fields: takes a random generator and a shape; returns the arguments of a call that use the feature.
+      shape: takes a usual shape; returns the shape that the feature needs.
+      instead: returns, by description, the calls that an implementation without the feature (`WITHOUT`) or with a
+        common fault would compute.
+      transform: how the function is run: "jit", "eager", "vmap", "remat", or "sharded" over batch and heads.
       dtype: type of all floating arrays.
     """
 
@@ -56,7 +56,7 @@ class Feature:
 
 
 class Case(NamedTuple):
-    """A call, and the weights of its outputs in the differentiated sum.
+    """A call, and the weights of its outputs in the sum that is differentiated.
 
     >>> case = draw(FEATURES["causal"], seed=0)
     >>> case.call.q.shape == case.d_out.shape
@@ -72,7 +72,7 @@ class Case(NamedTuple):
 
 
 def draw(feature: Feature, seed: int, shape: Shape = SHAPES[0]) -> Case:
-    """Draw the case of a seed. Numbers are multiples of 1/8, which are exact in bfloat16 and short as code.
+    """Draw the case of a seed. Numbers are multiples of 1/8, which are exact in bfloat16 and short in printed code.
 
     >>> draw(FEATURES["causal"], seed=0).call.q.shape
     (2, 13, 8, 4)
@@ -103,7 +103,7 @@ def calls(
     Args:
       features: names in `FEATURES`, or "all".
       shapes: sizes of the calls.
-      dtypes: types of the floating arrays; None for each feature's.
+      dtypes: types of the floating arrays; None for the type that each feature names.
 
     Returns:
       a strategy for `AttentionCall`s of NumPy arrays.
@@ -260,7 +260,7 @@ def _as_causal(call: AttentionCall) -> dict[str, AttentionCall]:
 
 
 def _tiled(call: AttentionCall) -> dict[str, AttentionCall]:
-    """Key head h % Hk for query head h, instead of h // (H / Hk)."""
+    """Query head h uses key head h % Hk instead of h // (H / Hk)."""
     tiled = {name: np.tile(getattr(call, name), (1, call.num_heads // call.k.shape[-2], 1)) for name in "kv"}
     return {"key heads tiled, not repeated": call.replace(**tiled)}
 

@@ -50,10 +50,10 @@ def check_attention(
       gradients: whether gradients are compared.
       cases: number of calls over all features, at least one for each feature and shape.
       shapes: sizes of the calls; all but the first get one call per feature, because they may be large.
-      on_row: called with each feature's row when it is known.
+      on_row: called with the row of each feature as soon as it is known.
 
     Returns:
-      a `Report`: for each feature right, wrong with the smallest failing call, ignored, refused or slow.
+      a `Report`: each feature is right, wrong (with the smallest failing call), ignored, refused or slow.
 
     Raises:
       ValueError: an unknown feature, no feature, fewer than one case, a function that is not callable, or an adapter
@@ -91,7 +91,7 @@ def results(function: Callable, case: Case, adapter: Callable | None = None, gra
 
 
 def _outputs(function: Callable, adapter: Callable) -> Callable:
-    """Return a function from a call to out and any lse, by name; it passes `return_lse` if that is a parameter."""
+    """Return a function that maps a call to out and any lse by name; it passes `return_lse` if that is a parameter."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a C function, which has no signature
@@ -114,11 +114,11 @@ class Finding(NamedTuple):
     outcome: Outcome
     why: str = ""
     worst: float = 0.0
-    fault: str = ""  # what it computes instead, or the first wrong result
+    fault: str = ""  # what the function computes instead, or the first wrong result
 
 
 class Operator(NamedTuple):
-    """An operator as a check needs it: cases, their judgement and code, small shapes, and memory use."""
+    """The operator's part of a check: drawing and judging cases, code that shows them, small shapes, memory use."""
 
     draw: Callable[..., Case]
     judge: Callable[[Subject, Case, dict], Finding]
@@ -170,7 +170,7 @@ def _blind_spot(dtype, shape) -> str:
 
 
 def _judged(operator: Operator, subject: Subject, case: Case, gradients: bool) -> tuple[Finding, bool]:
-    """The finding of a case, and whether gradients were compared; if they raise, only outputs are."""
+    """The finding of a case, and whether gradients were compared; if gradients raise, only outputs are compared."""
     try:
         actual = subject.run(case, gradients)
     except AdapterError:
@@ -186,7 +186,7 @@ def _judged(operator: Operator, subject: Subject, case: Case, gradients: bool) -
 
 
 def _shrunk(operator: Operator, subject: Subject, case: Case, finding: Finding, gradients: bool):
-    """The first small case that fails in the same way, or else the case itself, and its finding."""
+    """The first small case that fails in the same way (or, without one, the original case), and its finding."""
     for shape in operator.small if case.feature.name != "dropout" else ():
         small = operator.draw(case.feature, case.seed, shape)
         other, _ = _judged(operator, subject, small, gradients)
@@ -196,7 +196,7 @@ def _shrunk(operator: Operator, subject: Subject, case: Case, finding: Finding, 
 
 
 def compared(case: Case, actual: dict, answers: Callable, error: Callable) -> Finding:
-    """Judge results by name: `answers` gives exact and naive ones, `error` the error in units of its bound."""
+    """Judge results by name; `answers` returns exact and naive results, and `error` returns error divided by bound."""
     exact, naive = answers(case)
     errors = {name: error(case, name, x, exact[name], naive[name]) for name, x in actual.items()}
     worst, wrong = max(errors.values()), [name for name in sorted(errors, key="out".__ne__) if not errors[name] <= 1]
@@ -273,8 +273,8 @@ def bounds(case: Case, name: str, exact: np.ndarray, naive: np.ndarray) -> np.nd
     """The largest allowed error for each row of a result: four times a naive computation's error, plus a floor.
 
     The error of a sum of n products is √n roundings on average and n at worst, so two orders of summation differ by a
-    few roundings of the largest value. A score of size |s| has an error of ε|s|, the relative change of weights and
-    thus of results; a gradient has a weight as a factor twice. With ε of the type to which products are rounded:
+    few roundings of the largest value. A score of size |s| has an error of ε|s|, which changes weights and results by
+    that fraction; gradients contain a weight twice. With ε of the type that products are rounded to, ε₃₂ of float32:
 
         floor = (8 + √Tk) ε · (the largest value) + 4 ε₃₂ · max|s| · (the largest value)
 
@@ -329,7 +329,7 @@ def _diagonal(subject: Subject) -> str:
 
 
 def _judged_dropout(case: Case, out: np.ndarray) -> Finding:
-    """Check that weights of 1/Tk become 0 (a share `RATE`, at other places in other rows) or 1/Tk/(1 − rate)."""
+    """Check that each weight 1/Tk becomes 0 (a share `RATE` of them, different in each row) or 1/Tk/(1 − rate)."""
     rate, kept = drawn.RATE, out != 0
     deviation = math.sqrt(rate * (1 - rate) / kept.size)  # of the dropped share
     dropped = 1 - kept.mean()

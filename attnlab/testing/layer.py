@@ -23,9 +23,9 @@ LENGTH = 24  # tokens
 PIECES = (1, 11, 1, 11)
 CUT = 18  # within the last piece
 DOCUMENTS = (7, 17)
-PADDED = np.array([(5, 11), (6, 0)], np.int32)  # tokens of each sequence, in two calls of 11
-# Relative to the largest output. Float32 sums in another order differ by a few times 6e-8 per layer; a token that a
-# check must find changes outputs by its share of them.
+PADDED = np.array([(5, 11), (6, 0)], np.int32)  # tokens of each sequence in two calls, padded to 11 tokens
+# Relative to the largest output. Float32 sums in another order differ by a few times 6e-8 per layer; a token that is
+# wrongly included changes outputs by its share of them.
 TOLERANCE = 1e-4
 USUAL_CAUSES = (
     "usual causes are a norm or √x at 0, and a score mod that is not finite for a pair that the mask hides, such "
@@ -45,7 +45,7 @@ def check_layer(layer: nn.Module, features: int, *, capacity: int = LENGTH, seed
     Args:
       layer: any `attnlab.nn.Layer`, or a module from `[B, T, F]` to `[B, T, F]`, as for `attnlab.nn.register`.
       features: F, width of the inputs.
-      capacity: tokens in its caches, by default 24; 12 or more suffice if its tokens attend to at most that many.
+      capacity: tokens that its caches hold, 24 by default; 12 or more suffice if no token attends to more than that.
       seed: seed for parameters and inputs.
 
     Raises:
@@ -123,7 +123,7 @@ def _forward(layer: Layer, params, x, context: Context = _ALONE, cache=None) -> 
 
 
 def _parameters(layer: nn.Module, x: np.ndarray, seed: int):
-    """Initial values, with NumPy draws for kernels (JAX's take seconds to compile) and for zeros (no effect)."""
+    """Initial values; NumPy draws kernels (JAX's draws compile for seconds) and replaces zeros (without effect)."""
     rng, key = np.random.default_rng(seed), jax.random.key(seed)
 
     def without_kernels(path, leaf):
@@ -244,6 +244,6 @@ LAWS = {
 
 
 def _error(actual, expected) -> float:
-    """The largest difference over the largest value; NaN counts as infinite."""
+    """The largest difference divided by the largest value; NaN counts as infinite."""
     error = np.abs(np.asarray(actual) - expected).max() / max(np.abs(expected).max(), np.finfo(np.float32).tiny)
     return float(np.where(np.isnan(error), np.inf, error))

@@ -42,7 +42,7 @@ def pairs(call: AttentionCall):
 
 
 def _refuse(call: AttentionCall, **offered) -> None:
-    """Raise Unsupported if a call has a part that is not `offered`, so that the function has no argument for it."""
+    """Raise Unsupported if a call has a part that is not `offered`, because the function has no argument for it."""
     parts = {
         "score mods": bool(call.score_mods),
         "sinks": call.sinks is not None,

@@ -45,11 +45,11 @@ _USUAL = RecurrenceShape()
 
 @dataclass(frozen=True)
 class RecurrenceFeature:
-    """A feature of the recurrence; `fields(rng, shape)` returns the arguments of a call besides q, k and v.
+    """A feature of the recurrence.
 
     Attributes:
       name: e.g. "beta".
-      fields: as above.
+      fields: takes a random generator and a shape; returns the arguments of a call besides q, k and v.
       left_out: names of the arguments that an implementation without the feature would ignore.
       dtype: type of q, k and v.
     """
@@ -143,11 +143,11 @@ def check_recurrence(
 ) -> Report:
     """Compare a linear recurrence function with a loop over tokens, feature by feature.
 
-    Each result may have four times the error of the loop in float32, plus 4ε(√(K + 3·64) + |G|) of its largest
-    element: the rounding of algorithms with chunks of up to 64 tokens. |G| is the sum of log decays over 64 tokens, at
-    most 104, because anything that decays further is 0. The gradient of a gate must, in the median, also be within this
-    bound relative to itself: a difference of running sums would lose it. bfloat16, in which kernels also multiply, is
-    allowed four more roundings.
+    Each result may have four times the error of the loop in float32, plus 4ε(√(K + 3·64) + |G|) times its largest
+    element, for the rounding of algorithms with chunks of up to 64 tokens. |G| is 64 times the largest log decay, at
+    most 104, because e^−104 is 0 in float32. A gate's gradient must also have a median relative error within this
+    bound, which a difference of large running sums could exceed. bfloat16, in which kernels also multiply, is allowed
+    four more roundings.
 
     Args:
       function: returns the output `[B, T, H, V]`, or (output, last state `[B, H, K, V]`).
@@ -156,7 +156,7 @@ def check_recurrence(
       features: names in `RECURRENCE_FEATURES`, or "all".
       gradients: whether gradients are compared.
       cases: number of calls over all features, at least one for each feature and shape.
-      on_row: called with each feature's row when it is known.
+      on_row: called with the row of each feature as soon as it is known.
       shapes: sizes of the calls; all but the first get one call per feature. GPU kernels need sizes such as
         `RecurrenceShape(length=130, features=64, values=64)`.
       dtype: type of q, k and v in all features but "bfloat16": float32 or `jnp.bfloat16`.
@@ -249,7 +249,7 @@ def _decay(sizes: str, strongest: float):
 
 
 def _fast(rng, shape):
-    """Decay the state by about e^−20 per token: gradients of gates are tiny, next to sums that are not."""
+    """Decay the state by about e^−20 per token: gradients of gates are tiny compared with running sums."""
     return {"g": -rng.uniform(15, 25, shape.by_head)}
 
 

@@ -51,7 +51,7 @@ def as_attnlab(call: AttentionCall) -> dict:
 
 
 def outputs_of(function: Callable, adapter: Callable, second: str, shapes: Callable) -> Callable:
-    """Return a function from a call to its results by name, "out" and `second`, with the shapes `shapes(call)`.
+    """Return a function that maps a call to its results by name, "out" and `second`, of the shapes `shapes(call)`.
 
     It raises AdapterError if the adapter returns no dictionary, and ResultError for results of another kind or shape.
     """
@@ -91,10 +91,10 @@ class Subject:
     """A function under test, compiled once for each transform, with observations of its behavior.
 
     Attributes:
-      outputs: returns its results by name, for a call.
+      outputs: takes a call and returns the function's results by name.
       meanings: its choices where libraries legitimately differ.
-      is_quadratic: by feature, whether its memory grows with Tq·Tk.
-      types: the types of the results of its last call, by name.
+      is_quadratic: by feature, whether memory grows with Tq·Tk.
+      types: types of the last call's results, by name.
     """
 
     def __init__(self, outputs: Callable):

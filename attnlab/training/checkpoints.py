@@ -68,7 +68,7 @@ class Checkpoints:
         self._open_writer = None
 
     def prepare(self) -> None:
-        """Create the directory, and remove incomplete checkpoints of killed processes; for the writing process."""
+        """Create the directory, and remove incomplete checkpoints of killed processes; call in one process only."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             for path in self.directory.iterdir():
@@ -104,7 +104,7 @@ class Checkpoints:
     def _add_manifest(self, step: int, permanent: bool) -> None:
         """Add the manifest when all other files are written, before the folder is renamed."""
         with self._on_phase("commit"):
-            final, temporary = str(step), f"{step}{TEMPORARY}"  # object storage cannot rename: it has the final name
+            final, temporary = str(step), f"{step}{TEMPORARY}"  # object storage has no rename: it uses `final`
             names = (path.name for path in self.directory.iterdir())
             folder = self.directory / next(name for name in names if name == final or name.startswith(temporary))
             # Orbax writes the time to its own _CHECKPOINT_METADATA later; that file holds no state.
@@ -114,7 +114,7 @@ class Checkpoints:
             with named(folder / MANIFEST):
                 (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
         with self._on_phase("rename"):
-            pass  # what Orbax does next
+            pass  # the rename, which Orbax does next
 
     def wait(self) -> None:
         """Wait until the last save is on disk, then delete old checkpoints."""

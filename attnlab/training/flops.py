@@ -16,10 +16,10 @@ from attnlab.training import precision as precisions
 def per_token(model: nn.Module, length: int) -> float:
     """Training FLOPs per token: three times the forward pass, which is traced but not run.
 
-    Each weight of a matrix product takes 2 FLOPs in the forward and 4 in the backward pass. So do the products q·k and
-    p·v for each visible key, (T + 1) / 2 on average for a causal query (Chowdhery et al. 2022, appendix B, count every
-    key), and the products with the state of a recurrence, although `chunked` computes more of them. Embedding lookups,
-    elementwise operations and the recomputation of remat are not counted.
+    Each weight of a matrix product takes 2 FLOPs in the forward and 4 in the backward pass. Each multiplication in q·k
+    and p·v takes as many, but only visible keys count: (T + 1) / 2 on average for a causal query (Chowdhery et al.
+    2022, appendix B, count every key). The same holds for multiplications with a recurrent state, although `chunked`
+    computes more of them. Embedding lookups, elementwise operations and the recomputation of remat are not counted.
 
     Args:
       model: a module from tokens `[B, T]` to logits, with any layers.

@@ -20,8 +20,8 @@ class Run(NamedTuple):
     """A trained model with its parameters, tokenizer and config.
 
     Attributes:
-      model: returns the logits of the next tokens, `model.apply(params, tokens)`.
-      params: its variables, `{"params": …}`, float32; for a run with `config.optimizer.ema`, their average.
+      model: `model.apply(params, tokens)` returns the logits of the next tokens.
+      params: the variables `{"params": …}`, float32; with `config.optimizer.ema`, the average of the parameters.
       tokenizer: converts text to token ids and back; None for a folder of `transformers` without tokenizer files.
       config: the run's config; for a model of `transformers`, the default config with its model.
     """
@@ -47,7 +47,7 @@ def load(
       workdir: the folder of `attnlab train --workdir=…`, or of a Hugging Face model and its tokenizer files.
       step: "latest", "best" (the lowest validation loss), or the step of an existing checkpoint.
       model: the module that `attnlab.train.train(…, model=…)` trained; None for a GPT.
-      mask, score_mod: equal to the arguments of `attnlab.train.train` with which the run was trained.
+      mask, score_mod: the same arguments with which `attnlab.train.train` trained the run.
 
     To load a run with custom layers, first call `attnlab.nn.register` for their class, or import the same file.
 

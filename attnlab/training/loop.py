@@ -35,8 +35,8 @@ class TrainLoop:
     the previous call. At a pause (to evaluate, save or sample), the host waits for the devices.
 
     After the first step, signals (SIGTERM, Ctrl-C) are polled once per call and during evaluation; the loop then saves
-    and ends. After SIGKILL, the newest intact checkpoint remains. The next start truncates the log to its step, and
-    evaluates that step if it was saved but not yet evaluated.
+    and ends. After SIGKILL, the newest intact checkpoint remains. The next start truncates the log to the step of this
+    checkpoint, and evaluates the step if that was not yet done.
 
     Several runs that differ only in seed and learning rates take each step as one program. `members` holds their
     state, and logs, evaluates and saves each run; a run that diverges or is out of patience ends before the others.
@@ -75,7 +75,7 @@ class TrainLoop:
         with self.reporter, members.profiler(step) as profiler:
             if members.evaluation_pending(step) and not members.evaluate(step, self.preemption.requested):
                 return self.preemption.exit_code
-            members.end_exhausted(step)  # runs out of patience that were stopped before they ended
+            members.end_exhausted(step)  # runs that were stopped after their patience ran out
             self._timer.restart(step)
             while step < end and members.runs:
                 step = self._call(step, batches, profiler)

@@ -248,7 +248,7 @@ class Members:
             result = {name: scores[name] for name in ("loss", "accuracy") if name in scores}
             digest = sha256(self._unstacked(jax.device_get(params)))
             run.log.write(step=step, split="final", **result, params_sha256=digest)
-            *_, peak = metrics_lib.memory_peaks(jax.local_devices()).values()  # the device's, where it is known
+            *_, peak = metrics_lib.memory_peaks(jax.local_devices()).values()  # of the device, if known
             shown = metrics_lib.format_scores("validation", scores)
             self._print(index, f"done: {shown}, peak memory {peak / 1e9:.2f} GB")
             self._tell_of_use(run)
@@ -292,7 +292,7 @@ class Members:
             self.reporter.print(f"generate text with: {typed('sample')} {options}")
 
     def _unstacked(self, params):
-        """Unstack the layers of the parameters; leave a user's model unchanged, whatever its names."""
+        """Unstack the layers of the parameters; leave a user-defined model's unchanged, whatever their names."""
         return unstack_layers(params) if self.program.scan else params
 
     def _tokens(self, steps: int) -> int:

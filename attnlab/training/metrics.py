@@ -25,7 +25,7 @@ class MetricsLog:
 
     Args:
       path: the file; created with the first record.
-      offset: the value of `offset()` at the save of the checkpoint from which the run resumes; None for a new run.
+      offset: the value of `offset()` when the checkpoint from which the run resumes was saved; None for a new run.
         Later records are removed because they will be written again. A "final" record of `last_step` stays, because
         the run is extended from it.
       last_step: the step at that offset.
@@ -33,7 +33,7 @@ class MetricsLog:
 
     Attributes:
       records: all records, including the records of earlier starts.
-      lost: whether the file is missing although it had records at the offset.
+      lost: whether the file is missing although it had records when that checkpoint was saved.
 
     Raises:
       UserError: the part up to the offset has changed.

@@ -30,13 +30,13 @@ def peaks(config: Optimizer) -> Peaks:
 def learning_rate(config: Optimizer, steps: int, extensions: Sequence[dict] = (), peak=None) -> optax.Schedule:
     """The learning rate at each update: a linear rise to the peak, then the schedule `config.schedule`.
 
-    "cosine" is half a cosine down to the final fraction of the peak (Loshchilov and Hutter 2017), "linear" a line, and
-    "constant" the peak, with a line down to the final fraction over the last `config.decay_fraction` of all steps (Hu
-    et al. 2024, "warmup-stable-decay").
+    "cosine" falls along half a cosine to the final fraction of the peak (Loshchilov and Hutter 2017); "linear" falls
+    along a line. "constant" stays at the peak, and falls along a line during the last `config.decay_fraction` of all
+    steps (Hu et al. 2024, "warmup-stable-decay").
 
-    An extended run follows the schedule of the earlier number of steps up to the update at which it was extended, and
-    the schedule of the new number from there. Where the rate had decayed it rises in one step, a warm restart
-    (Loshchilov and Hutter 2017), so the run differs from a run that starts with the larger number.
+    An extended run follows the schedule for the earlier number of steps up to the update at which it was extended, and
+    then the schedule for the new number. A rate that had decayed rises in one step, which is a warm restart (Loshchilov
+    and Hutter 2017). So the run differs from a run that starts with the larger number of steps.
 
     Args:
       config: `config.optimizer`.
@@ -92,13 +92,13 @@ def make(
     at: Peaks | None = None,
     matrices: Mapping[str, Matrix] | None = None,
 ) -> optax.GradientTransformation:
-    """The optimizer `config.name` behind clipping by the global norm (Pascanu et al. 2013).
+    """Clipping by the global norm (Pascanu et al. 2013), then the optimizer `config.name`.
 
     Weight decay is decoupled from the gradient (Loshchilov and Hutter 2019) and applies to kernels and embeddings. All
-    take `b1`; "adamw" (Loshchilov and Hutter 2019), "lion" (Chen et al. 2023) and the AdamW of "muon" also take `b2`,
-    see `decay_rate`. "sgd" is the gradient with momentum `b1`, summed and not averaged (Sutskever et al. 2013). "muon"
-    (Jordan et al. 2024) moves each matrix of a layer by its orthogonalized momentum, √max(1, outputs/inputs) times
-    `muon_learning_rate`, which follows the same schedule. AdamW updates all else: see `attnlab.nn.matrices`.
+    optimizers use `b1`. "adamw" (Loshchilov and Hutter 2019), "lion" (Chen et al. 2023) and the AdamW of "muon" also
+    use `b2`, see `decay_rate`. "sgd" sums past gradients with decay `b1`, without averaging (Sutskever et al. 2013).
+    "muon" (Jordan et al. 2024) moves each matrix of a layer (see `attnlab.nn.matrices`) by its orthogonalized momentum
+    times √max(1, outputs/inputs) · `muon_learning_rate`, which has the same schedule; AdamW updates all else.
 
     Args:
       config: `config.optimizer`.
@@ -127,7 +127,7 @@ def make(
 def decay_rate(config: Optimizer, tokens_per_update: int | None) -> float:
     """β₂: `config.b2`, or the rate at which a gradient's weight halves in `config.b2_halflife` tokens.
 
-    With a half-life in tokens, the average is over the same text whatever the batch size (Marek et al. 2025).
+    With a half-life in tokens, the average covers as many tokens whatever the batch size (Marek et al. 2025).
 
     Raises:
       ValueError: a half-life without `tokens_per_update`.
@@ -180,7 +180,7 @@ def _muon(config: Optimizer, rates, b2: float, matrices) -> optax.GradientTransf
 
 
 def _matrix(matrices: Mapping[str, Matrix], path) -> Matrix | None:
-    """The matrix of a parameter, or of a part of it."""
+    """The matrix at the path of a parameter, or of a part of a parameter; None if there is none."""
     return matrix_at(matrices, [key for key in path if not isinstance(key, jax.tree_util.SequenceKey)])
 
 
@@ -211,12 +211,12 @@ def _scaled_by_shape(x, axes: MuonDimensionNumbers):
 
 
 def skipping_nonfinite(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Wrap an optimizer so that a non-finite gradient changes nothing; `total_notfinite` in its state counts these."""
+    """Wrap an optimizer so that non-finite gradients change nothing; `total_notfinite` in its state counts them."""
     return optax.apply_if_finite(optimizer, max_consecutive_errors=2**31 - 2)
 
 
 def decayed(params) -> dict:
-    """The mask of weight decay: kernels and embeddings, by name, since biases of split heads have two axes as well."""
+    """The mask of weight decay: kernels and embeddings, by name, because biases of split heads also have two axes."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
 
 
@@ -224,10 +224,10 @@ def averaged(average, params, updates: jax.Array, decay: float):
     """The exponential moving average of parameters over all updates (Polyak and Juditsky 1992).
 
     It is corrected for its start, as Adam's moments are: the parameters after update i of n have the weight
-    decay^(n−i) · (1 − decay)/(1 − decay^n), and the parameters before the first update have none.
+    decay^(n−i) · (1 − decay)/(1 − decay^n), and the parameters before the first update have weight 0.
 
     Args:
-      average: the average over the previous updates; any value for the first.
+      average: the average over the previous updates; any value at the first update.
       params: the parameters after this update.
       updates: n, counted from 1, an int32 scalar.
       decay: between 0 and 1.

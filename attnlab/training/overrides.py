@@ -33,7 +33,7 @@ class Overrides(NamedTuple):
         return {"user_defined": {"model": model, "optimizer": self.optimizer is not None and "a user's"}}
 
     def code(self, config: RunConfig) -> dict[str, versions.Code]:
-        """The user code that a run computes with, as "model" and "optimizer"; each is absent if it has none."""
+        """The user code that a run computes with, by "model" and "optimizer"; an entry without user code is absent."""
         code, packed = {}, config.data.packing == "documents"
         model = config.model if self.model is None else self.model
         if self.model is not None or custom.code(config.model):

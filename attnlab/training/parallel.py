@@ -41,9 +41,9 @@ class Parallel(NamedTuple):
 
     Attributes:
       strategy: "pmap" or "mesh".
-      mesh: the devices, along the axes "data", "fsdp", "context" and "tensor": the first two split the batch, "fsdp"
-        also the state (Zhao et al. 2023, Rajbhandari et al. 2020), "context" sequences (`attnlab.context_parallel`),
-        "tensor" heads, hidden features and the vocabulary (Shoeybi et al. 2019).
+      mesh: the devices, along the axes "data", "fsdp", "context" and "tensor". The first two split the batch. "fsdp"
+        also splits the state (Zhao et al. 2023, Rajbhandari et al. 2020). "context" splits sequences, see
+        `attnlab.context_parallel`. "tensor" splits heads, hidden features and the vocabulary (Shoeybi et al. 2019).
     """
 
     strategy: str
@@ -83,7 +83,7 @@ class Parallel(NamedTuple):
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.replicated, np.asarray(x)), tree)
 
     def over_processes(self, state):
-        """The state as arrays that span all processes, for saving; `pmap` returns arrays of the local devices only."""
+        """Convert a state to arrays that span all processes, to save it; `pmap` returns only local arrays."""
         if self.strategy == "mesh" or jax.process_count() == 1:
             return state
 
@@ -135,7 +135,7 @@ class Parallel(NamedTuple):
     def abstract_batch(
         self, batch_size: int, context: int, segments: bool = False, answers: int = 0, outer: tuple[int, ...] = ()
     ) -> Batch:
-        """Shapes, types and shardings of a batch as `place_batch` returns it; `answers` per sequence, 0 for a text.
+        """Shapes, types and shardings of a batch from `place_batch`; `answers` is a number per sequence, 0 for a text.
 
         `outer` are the sizes of the axes before the sequences.
         """

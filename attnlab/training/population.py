@@ -14,9 +14,9 @@ from attnlab.training.state import TrainState
 class Population(NamedTuple):
     """n runs that start from the same step and differ only in seed and learning rates.
 
-    A single run has no axis of runs. With several, state, batches and metrics have a leading axis of runs. Their state
-    is (states, bool `[n]`): once a step would make a run's parameters non-finite, or once the run has ended, its state
-    no longer changes while the others continue.
+    A single run has no axis of runs. With several runs, state, batches and metrics have a leading axis of runs, and the
+    state is (states, bool `[n]`). The bool of a run is False once the run has ended, or a step would have made its
+    parameters non-finite; then its state no longer changes while the other runs continue.
 
     >>> Population().join([3]), Population(2).join([jnp.ones(4), jnp.zeros(4)])[0].shape
     (3, (2, 4))

@@ -12,7 +12,7 @@ import jax
 
 from attnlab.support.errors import UserError
 
-# JAX's names; without one, JAX multiplies float32 in TF32 on GPUs.
+# JAX's names of precisions; without a name, JAX multiplies float32 in TF32 on GPUs.
 _PRODUCTS = {"float32": "highest", "tf32": "tensorfloat32"}
 _DESCRIBED = {"float32": "float32 (products in full precision)", "tf32": "float32, products in TF32"}
 # Instructions of x86 CPUs that multiply bfloat16, as Linux names them.

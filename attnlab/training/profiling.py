@@ -11,7 +11,7 @@ import jax
 class Profiler:
     """Trace steps `first` to `last` of a run.
 
-    A run that starts in the middle of them traces the rest, except its first step, which compiles. If the run stops
+    A run that starts between these steps traces the rest, except its first step, which compiles. If the run stops
     before `last`, the trace has the steps so far.
 
     Args:
@@ -66,7 +66,7 @@ class Profiler:
 
 
 class Timer:
-    """Seconds per step from the last `restart` to the last `stop`, 0 before any; the share that waited for data."""
+    """`pace`: seconds per step from `restart` to the last `stop`; `waited_share`: share spent waiting for data."""
 
     def __init__(self, step: int):
         self.pace = self.waited_share = 0.0

@@ -164,7 +164,7 @@ class TrainProgram:
         """Start to compile the steps of training and evaluation in threads, into JAX's cache on disk.
 
         `train_steps` and `evaluate` wait for their program. Does nothing without that cache, nor with several
-        processes, because they must compile in the same order.
+        processes, because all processes must compile in the same order.
         """
         if not jax.config.jax_compilation_cache_dir or jax.process_count() > 1:
             return
@@ -184,7 +184,7 @@ class TrainProgram:
             self._ahead.pop(name).exception()  # the call itself raises it
 
     def per_run(self, configs: Sequence[RunConfig]) -> tuple:
-        """Seed and learning rates of each run, on the devices; as arguments, so that runs can share a program."""
+        """Seed and learning rates of each run, on the devices; they are arguments, so that runs can share a program."""
         return self.parallel.replicate(Population(len(configs)).values(list(map(_per_run, configs))))
 
     def steps(self, population: Population = ONE) -> Callable:
@@ -245,8 +245,8 @@ class TrainProgram:
         stop: Callable[[], bool] = lambda: False,
         population: Population = ONE,
     ) -> list[dict[str, float]] | None:
-        """For each run: the mean "loss" over held-out text in nats per token, or over the answers of a task together
-        with their "accuracy". None if `stop()` returns True before the end."""
+        """For each run, the mean "loss" in nats per token of held-out text; for a task, the mean over its answers, and
+        their "accuracy". None if `stop()` returns True before the end."""
         self._wait_for("eval")
         sums, step = 0, self.eval_step(population)
         for batch in prefetched(batches):
@@ -316,10 +316,10 @@ def _hashable(value):
 
 
 def _gains_by_fused_sums(layer: LayerConfig) -> bool:
-    """Whether a layer trains over 3 % faster with fused sums; jaxlib 0.10.2 computes some of them wrongly.
+    """Whether a layer trains over 3 % faster with fused sums, because jaxlib 0.10.2 computes some of them wrongly.
 
-    Without them a step of the quickstart takes 1.05 to 1.12 times as long with attention and 1.03 to 1.18 with `gru`,
-    but 0.89 to 1.03 with recurrences and stick-breaking attention (two cores of an Intel Xeon, float32 and bfloat16).
+    Without fused sums, a step of the quickstart takes 1.05 to 1.12 times as long with attention and 1.03 to 1.18 with
+    `gru`, but 0.89 to 1.03 with recurrences and stick-breaking attention (two Intel Xeon cores, float32 and bfloat16).
     """
     if type(layer) is GRUConfig:
         return True

@@ -42,7 +42,7 @@ class RunPlan:
       config: complete and checked, with the precision "auto" resolved.
       workdir: the folder, and the run that an earlier start left there.
       finished: the last step of a run that has ended; None for any other.
-      tokenizer: the tokenizer in `config.init_from`; None for the text's, or the previous run's.
+      tokenizer: the tokenizer in `config.init_from`; None to use the tokenizer of the text or of the previous run.
       overrides: the user's model and optimizer.
       metadata: the metadata for `config.json` that is known so far.
     """
@@ -82,8 +82,8 @@ def resolve(
       device: one of the devices that will compute; None for the first device of this process.
 
     Raises:
-      UserError: an invalid config, one that does not continue the run in the folder, or a precision that the device
-        lacks.
+      UserError: an invalid config, a config that does not continue the run in the folder, or a precision that the
+        device lacks.
 
     >>> resolve(configs.default()).origin
     'fresh'
@@ -182,8 +182,8 @@ def open_run(
     Args:
       plan: the result of `resolve`.
       eval_only, on_phase, tracker: as in `attnlab.train.train`.
-      own_process: compile the next programs while the state is created.
-      shared: the result of `load` for this plan, or for one that shares its program.
+      own_process: compile the steps of training and evaluation while the state is created.
+      shared: the result of `load` for this plan, or for a plan with the same program.
       together: how many runs are trained as one program.
 
     Raises:

@@ -26,7 +26,7 @@ class TrainState(NamedTuple):
     Attributes:
       step: int32 scalar, updates done; determines the position in the data and, with the seed, the random keys.
       params: float32.
-      average: average of the parameters over all updates, for `config.optimizer.ema`.
+      average: average of the parameters over all updates, only with `config.optimizer.ema`.
     """
 
     step: Array
@@ -109,8 +109,8 @@ def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis
     """(Mean loss in nats over the targets of the global batch that count, its gradient).
 
     Each example has the key `fold_in(step_key, i)`, where i is its index in the global batch. `accumulation`
-    microbatches are processed in sequence. Gradients are summed over the devices after the last one, except over mesh
-    axes that also split parameters or sequences.
+    microbatches are processed in sequence. Gradients are summed over the devices after the last microbatch, except over
+    mesh axes that also split parameters or sequences.
     """
     run = functools.partial(_gradients, model, accumulation)
     if axis_name or accumulation == 1:
@@ -222,10 +222,10 @@ def _answers(model, params, batch):
 
 # Fields of `config.model` that say how a model is computed and trained, not what it computes.
 HOW = ("dropout", "remat", "scan", "impl")
-# Number of layers from which `config.model.scan` is on when None. On two x86 cores, at the quickstart's width, a step
-# with a loop takes 0.79 of the time without one for 4 layers, 0.59 for 12, and compiles faster. On GPUs a loop copies
-# the values that it stores for the gradient into and out of stacks: on an H100, 16 sequences of GPT-2 124M take 43.0 ms
-# with a loop and 36.8 without. There its only advantage is the time to compile.
+# If `config.model.scan` is None, models with this many layers use a loop. On two x86 cores, at the quickstart's width,
+# a step with a loop takes 0.79 times as long for 4 layers and 0.59 times as long for 12, and compiles faster. On GPUs a
+# loop copies the values that it stores for the gradient into and out of stacks: on an H100, 16 sequences of GPT-2 124M
+# take 43.0 ms with a loop and 36.8 without. There the only advantage of a loop is the time to compile.
 SCAN_FROM, SCAN_FROM_ON_GPUS = 4, 33
 
 

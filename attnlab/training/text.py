@@ -28,7 +28,7 @@ class Text(NamedTuple):
       train, validation: this process' share of the batches.
       summary: a description of its size.
       bits: factors from nats per token to bits per character and per byte of UTF-8, on the validation text; for a
-        mixture, weighted by the scored windows of its parts; {} for a task.
+        mixture, each part counts by its number of scored windows; {} for a task.
     """
 
     corpus: dict

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 class Tracker(Protocol):
     """Receiver of the records of `metrics.jsonl` as they are written, only in the first process.
 
-    After a kill, a record may arrive again with the same numbers, or be missing; `metrics.jsonl` has each once.
+    After a kill, a record may arrive again with the same numbers, or be missing; `metrics.jsonl` has each record once.
 
     >>> class Printer:
     ...     def log(self, step, metrics):

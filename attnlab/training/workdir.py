@@ -53,7 +53,7 @@ class Workdir:
         return config.checkpoint.dir or self.path / "checkpoints"
 
     def check_config(self, config: RunConfig, *, may_extend: bool) -> None:
-        """Raise UserError unless a config continues the previous run, with more steps if it `may_extend`."""
+        """Raise UserError unless a config continues the previous run, possibly with more steps if `may_extend`."""
         if self.config is None:
             return
         steps = self.steps
@@ -75,7 +75,7 @@ class Workdir:
         steps, recorded = self.steps, self.previous_run.get("extensions", [])
         if config.steps == steps:
             return recorded
-        # If newer checkpoints are damaged, a run may be extended from before its last extension: replace that one.
+        # If newer checkpoints are damaged, a run may resume before its last extension: replace that extension.
         undone = [extension for extension in recorded if extension["at_step"] >= start]
         extension = {"at_step": start, "from_steps": steps, "to_steps": config.steps}
         if undone:

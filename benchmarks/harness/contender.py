@@ -37,7 +37,7 @@ class Contender:
     Args:
       tokens: path of a `.npy` file with the training text, `[length]`.
       vocab_size: vocabulary size of the tokenizer.
-      batch_size: sequences a step; None for the recipe's.
+      batch_size: sequences per step; None for the recipe's number.
       precision: "float32" or "bfloat16".
       strategy: `config.parallel.strategy`.
       recipe: a whole config as a dictionary, in place of all arguments but `tokens` and `vocab_size`; None for
@@ -68,7 +68,7 @@ class Contender:
         return {"seconds": time.perf_counter() - start, "loss": loss}
 
     def evaluate(self, tokens):
-        """The mean loss on adjacent windows of the text in a `.npy` file, in nats a token; and the parameters.
+        """The mean loss in nats per token on adjacent windows of a text in a `.npy` file, and the parameter count.
 
         Evaluates the averaged parameters if the recipe averages them.
         """

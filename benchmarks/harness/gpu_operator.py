@@ -60,12 +60,12 @@ def alternate(timers: dict[str, Callable], rounds: int, block: float) -> dict[st
     On a GPU a call may take less time than reading the clock and waiting for the device: hence blocks of calls.
 
     Args:
-      timers: functions that make so many calls, and return the seconds that these took.
-      rounds: timed blocks of each.
+      timers: functions that take a number of calls, make them, and return the seconds that they took.
+      rounds: number of timed blocks per contender.
       block: approximate seconds per block.
 
     Returns:
-      Seconds a call in each round, by contender.
+      For each contender, the seconds per call in each round.
     """
     calls, seconds = {}, {name: [] for name in timers}
     for name, timer in timers.items():
@@ -81,7 +81,7 @@ def alternate(timers: dict[str, Callable], rounds: int, block: float) -> dict[st
 
 
 def in_parallel(compilers: list[Callable]) -> None:
-    """Run functions that compile, as many at a time as there are cores; a failure is raised when it is called."""
+    """Run functions that compile, as many at a time as there are cores; a later call raises their errors again."""
 
     def run(compiler):
         with contextlib.suppress(Exception):
@@ -183,9 +183,9 @@ class Sizes(NamedTuple):
     Attributes:
       head_dim: features per head.
       length: tokens in a sequence.
-      tokens: in all sequences; sets the batch size.
-      width: features in all heads; sets the number of heads.
-      window: keys before each query, for the window mask.
+      tokens: number of tokens in all sequences; sets the batch size.
+      width: number of features in all heads; sets the number of heads.
+      window: how many keys before each query are visible with the window mask.
     """
 
     head_dim: int
@@ -207,14 +207,14 @@ def race(
 ) -> None:
     """Time every contender with the right answer, under each mask: forward, and forward + backward.
 
-    All compile first, in parallel; then they are timed one at a time. What is not compiled in half of the remaining
-    time, or not timed by the deadline, is left out.
+    All compile first, in parallel; then they are timed one at a time. Contenders that are not compiled in half
+    of the remaining time, or not timed by the deadline, are left out.
 
     Args:
       report: gets rows and figures.
       masks: names of masks.
-      sizes: of the inputs.
-      rounds: timed blocks of each contender.
+      sizes: sizes of the inputs.
+      rounds: number of timed blocks per contender.
       block: approximate seconds per block.
       torch: starts a process of `torchattention.py`; None without torch.
       folder: for the arrays exchanged with these processes.
@@ -306,14 +306,14 @@ def _record(report, task, label, which, seconds) -> None:
 
 
 def _expected(task) -> list:
-    """The answers in float32: by the specification, or for long sequences by tiles, which `check` compares with it."""
+    """The answers in float32: from the specification, or for long sequences from "blockwise", which `check` tests."""
     exact = task._replace(**{name: getattr(task, name).astype(jnp.float32) for name in ("q", "k", "v", "d_out")})
     with jax.default_matmul_precision("highest"):
         return _answers(peers.ours("blockwise" if "dense" in _too_slow(task) else "dense", exact))
 
 
 def _too_slow(task) -> list[str]:
-    """The backends that take ten times as long as the others at the task's length, or too much memory."""
+    """The backends that are too slow, or take too much memory, at the task's length."""
     return [name for name, most in (("dense", 1024), ("blockwise", 4096)) if task.q.shape[1] > most]
 
 
@@ -321,7 +321,7 @@ def _contenders(label, task, torch, folder) -> dict[str, Callable]:
     """By name, functions that return (answers, seconds).
 
     answers: float arrays `[B, T, H, D]`: the output, and the gradients of q, k and v if there is a backward pass.
-    seconds(which, calls): the time of so many calls of "forward" or "backward".
+    seconds(which, calls): the time of this number of calls of "forward" or "backward".
     """
     available = [name for name in BACKENDS if not _reason_against(name, task)]
     available = [name for name in available if name not in _too_slow(task)]

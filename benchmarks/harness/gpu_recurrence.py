@@ -30,7 +30,7 @@ MEMBERS = {
 
 
 class Sizes(NamedTuple):
-    """Sizes of the timed calls, with as many features of keys as of values; and the lengths of the checked ones."""
+    """Sizes of the timed calls, with as many features of keys as of values; `checked`: the lengths of checked calls."""
 
     batch: int
     length: int
@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
 
 
 def check(report: Report, sizes: Sizes) -> None:
-    """Hold each backend to the specification in bfloat16: outputs, states and gradients in every feature."""
+    """Compare each backend with the specification in bfloat16: outputs, states and gradients in every feature."""
     shapes = [RecurrenceShape(1, length, 2, sizes.features, sizes.features) for length in sizes.checked]
     for impl in BACKENDS:
         run = functools.partial(attnlab.linear_recurrence, impl=impl, return_state=True)
@@ -71,7 +71,7 @@ def race(report: Report, sizes: Sizes, rounds: int, block: float, python: str, f
 
     Args:
       report: gets rows and figures.
-      python: a Python that may have fla.
+      python: a Python interpreter that may have fla installed.
       folder: for arrays and logs.
     """
     shape = RecurrenceShape(*sizes[:3], sizes.features, sizes.features)

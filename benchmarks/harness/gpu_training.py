@@ -61,7 +61,7 @@ def _seconds_of_training(worker, steps) -> float:
 def _record(report, values, name, size, vocab_size, seconds) -> None:
     """Add the row and the figures of training."""
     depth, width, context = size["num_layers"], size["width"], size["context"]
-    flops = 6 * (12 * depth * width**2 + vocab_size * width) + 12 * depth * width * context  # a token
+    flops = 6 * (12 * depth * width**2 + vocab_size * width) + 12 * depth * width * context  # per token
     row = report.rows[f"train {name}, bfloat16, B = {values.batch}"] = {}
     for contender, taken in seconds.items():
         key, median = f"train_{name}_bfloat16_{contender.lower()}", statistics.median(taken)

@@ -24,7 +24,7 @@ class Product(NamedTuple):
       x: shape of the first operand.
       y: shape of the second operand.
       axes: the axis of each operand that is summed.
-      dtype: of the operands.
+      dtype: type of the operands.
     """
 
     x: tuple[int, int]
@@ -138,7 +138,7 @@ def _operands(product: Product) -> list[np.ndarray]:
 
 
 def _by_xla(product: Product) -> tuple[Callable[[], object], int]:
-    """(A function that multiplies, how often it does)."""
+    """(A function that multiplies, how often one call multiplies)."""
     times = max(4, min(32, 10**9 // product.flops))
     operands = [jnp.asarray(operand, product.dtype) for operand in _operands(product)]
     multiply = functools.partial(products.matrix_product, axes=product.axes)

@@ -29,12 +29,12 @@ class NanoGPT:
     Args:
       tokens: path of a `.npy` file with the training text, `[length]`.
       num_layers, num_heads, width, context: sizes of the model.
-      batch_size: sequences a step.
+      batch_size: sequences per step.
       vocab_size: vocabulary size of the tokenizer.
       compiled: train `torch.compile(model)`.
       device: "cpu" or "cuda".
       bfloat16: train and evaluate under `torch.amp.autocast`, as `train.py` does on GPUs, but not on CPUs.
-      log_every: steps between two reads of the loss, which wait for the device.
+      log_every: steps between two reads of the loss; each read waits for the device.
       schedule: `{"warmup": steps, "steps": steps in all, "last": rate}` of a learning rate that rises to 1e-3 and
         decays to `last` by half a cosine, as in `train.py`; None for 1e-3 throughout.
     """
@@ -109,7 +109,7 @@ class NanoGPT:
             group["lr"] = rate
 
     def evaluate(self, tokens):
-        """The mean loss on adjacent windows of the text in a `.npy` file, in nats a token; and the parameters."""
+        """The mean loss in nats per token on adjacent windows of a text in a `.npy` file, and the parameter count."""
         tokens = np.load(tokens).astype(np.int64)
         count = (len(tokens) - 1) // self.context
         self.raw.eval()

@@ -20,10 +20,10 @@ class Task(NamedTuple):
     """The inputs of one benchmark.
 
     Attributes:
-      mask: "causal"; "window", causal with `window` keys before each query; "documents", causal within each document;
-        "soft cap", causal, scores capped at 30; "alibi", causal with a slope for each head.
+      mask: "causal"; "window", causal with only `window` visible keys before each query; "documents", causal within
+        each document; "soft cap", causal with scores capped at 30; "alibi", causal with a slope for each head.
       q, k, v, d_out: `[B, T, H, D]`, inputs and the gradient of the output.
-      window: keys before each query, for "window".
+      window: how many keys before each query are visible, if `mask` is "window".
       ids: int32 `[B, T]`, the document of each token, for "documents".
     """
 
@@ -37,7 +37,7 @@ class Task(NamedTuple):
 
 
 def task(mask: str, arrays, window: int, documents: int) -> Task:
-    """Make a task of q, k, v and d_out `[B, T, H, D]`, with so many documents of equal length in each sequence."""
+    """Make a task from q, k, v and d_out `[B, T, H, D]`, with this number of equally long documents per sequence."""
     batch, length = arrays[0].shape[:2]
     ids = jnp.broadcast_to(jnp.arange(length) * documents // length, (batch, length))
     return Task(mask, *arrays, window, ids.astype(jnp.int32))

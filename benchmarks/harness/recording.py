@@ -29,7 +29,7 @@ from attnlab.support.errors import UserError
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 PACKAGES = ("jax", "torch", "tokamax", "attnax")
 VENDORS = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}
-BUSY = 0.05  # share of the cores
+BUSY = 0.05  # share of the cores from which a machine is not idle
 
 
 def define(values) -> None:
@@ -148,7 +148,7 @@ def _before() -> tuple[float, float, float]:
 
 
 def _cpu_seconds() -> tuple[float, float]:
-    """(Busy, stolen) CPU seconds of all cores since the system started; the first includes the second."""
+    """(Busy, stolen) CPU seconds of all cores since the system started; busy seconds include stolen ones."""
     words = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:9]
     user, nice, system, _, _, irq, softirq, steal = (int(word) / os.sysconf("SC_CLK_TCK") for word in words)
     return user + nice + system + irq + softirq + steal, steal

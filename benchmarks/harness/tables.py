@@ -18,7 +18,7 @@ def rounds(label: str, count: int) -> Iterator[int]:
 
 
 def ratio(seconds: dict[str, list[float]], name: str, reference: str) -> float:
-    """Time of `name` over the time of `reference`: the median over rounds of the ratio within a round."""
+    """Time of `name` divided by the time of `reference` in the same round; the median of all rounds."""
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[reference]))
 
 

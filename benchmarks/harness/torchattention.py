@@ -34,7 +34,7 @@ class Task(NamedTuple):
 
 
 def task(mask: str, arrays, window: int, ids, device: str = "cpu", dtype: str = "float32") -> Task:
-    """Make a task of arrays q, k, v and d_out `[B, T, H, D]`, and ids `[B, T]`."""
+    """Make a task from arrays q, k, v and d_out `[B, T, H, D]`, and ids `[B, T]`."""
     place = {"device": device, "dtype": getattr(torch, dtype)}
     tensors = [torch.tensor(np.asarray(x)).to(**place).transpose(1, 2).contiguous() for x in arrays]
     return Task(mask, *tensors, window, torch.tensor(np.asarray(ids), device=device))
@@ -119,7 +119,7 @@ class Contenders:
         return {"torch": torch.__version__, "device": device}
 
     def take(self, folder, mask, window, dtype, shape):
-        """Load a task `[B, T, H, D]` from the arrays of a folder: q.npy, k.npy, v.npy, d_out.npy; T.npy, the ids."""
+        """Load a task of shape `[B, T, H, D]` from a folder: q.npy, k.npy, v.npy, d_out.npy, and the ids in T.npy."""
         self.entered.clear()
         if self.device == "cuda":
             torch.cuda.empty_cache()  # JAX needs the memory that torch caches

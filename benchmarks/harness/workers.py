@@ -102,13 +102,13 @@ def started(
     """Start a worker for each contender, all with a model of the same size on the same text.
 
     Args:
-      contenders: by name, {"peer": whether it is nanoGPT} and other arguments of its class.
+      contenders: by name, {"peer": whether the contender is nanoGPT} and the other arguments of its class.
       label: for the progress lines.
       size: one of `SIZES`.
       peer_path: a checkout of nanoGPT; needed if a contender is a peer.
       peer_python: a Python with torch installed; needed if a contender is a peer.
       tokens: the text, int `[length]`; if None, `quickstart_text()`.
-      vocab_size: of `tokens`.
+      vocab_size: vocabulary size of `tokens`.
 
     Yields:
       The workers by name; they are killed when the context ends.

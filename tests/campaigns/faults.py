@@ -119,7 +119,7 @@ def _disturbed(count, folder, draw, number) -> dict:
     while sum(at.values()) < count:
         wanted = min(PHASES, key=lambda phase: (at[phase], draw.random()))
         newest = max(_intact(workdir), default=0)
-        if wanted == "compile":  # so that the process writes cache entries, which the kill may truncate
+        if wanted == "compile":  # now the process writes cache entries, which the kill may truncate
             shutil.rmtree(folder / PROGRAMS, ignore_errors=True)
         with _started(workdir, fields, board) as (process, output):
             if not _wait_for(process, board, wanted, draw):
@@ -134,7 +134,7 @@ def _disturbed(count, folder, draw, number) -> dict:
             process.send_signal(number)
             process.wait(timeout=PATIENCE)
             out = output.read_text(errors="replace")
-        if process.returncode == 0 or not phases:  # it was over before the signal came
+        if process.returncode == 0 or not phases:  # the run ended before the signal came
             continue
         at[wanted if wanted in phases else phases[0]] += 1
         resumed = re.search(r"resumed from step (\d+)", out)
@@ -201,7 +201,7 @@ def _reached(workdir: Path) -> int:
 
 
 def _unlike(workdir: Path, alone: Path) -> list[str]:
-    """Differences between two finished runs, except those that start as rounding and grow with training."""
+    """Differences between two finished runs, except differences that start as rounding and grow with training."""
     mine, theirs = records(workdir), records(alone)
     if [(r["split"], r["step"]) for r in mine] != [(r["split"], r["step"]) for r in theirs]:
         return [f"{workdir.name}: other records"]
@@ -242,7 +242,7 @@ def _finish(workdir: Path, fields: dict) -> None:
 
 
 def _wait_for(process, board, wanted, draw) -> bool:
-    """Waits for a random instant of a phase; False if the process ended before it."""
+    """Waits for a random instant of a phase; returns False if the process ends first."""
     times = draw.randint(1, 3) if wanted in PHASES[2:] else 1
     deadline = time.monotonic() + PATIENCE
     while times and time.monotonic() < deadline:
@@ -374,7 +374,7 @@ def _damage(path: Path, draw: random.Random) -> str:
 
 
 def _with_another_value(value, draw: random.Random, name: str = "") -> tuple[object, str]:
-    """JSON with one value replaced, at any depth; and what was done."""
+    """The JSON value with one value replaced at any depth, and a description of the change."""
     if isinstance(value, dict) and value and draw.random() < 0.8:
         key = draw.choice(list(value))
         inner, done = _with_another_value(value[key], draw, f"{name}.{key}")
@@ -406,7 +406,7 @@ def _command(module, argv: list[str], **hooks) -> tuple[int, str, str]:
 def full_disks(count: int, folder: Path, draw: random.Random) -> dict:
     """Checkpoints on small file systems. Wrong: anything but one line and exit code 2 at once, a damaged checkpoint.
 
-    Every second one runs out of inodes, the others out of space. With more of both, the run must finish correctly.
+    Every second file system runs out of inodes, the others of space. With more room, the run must finish correctly.
     """
     folder.mkdir(parents=True)
     wrong, seconds = [], []
@@ -441,7 +441,7 @@ def full_disks(count: int, folder: Path, draw: random.Random) -> dict:
 
 
 def _end_after_error(process, output: Path) -> tuple[int | None, float]:
-    """Waits for a process to end: its exit code, None if it had to be killed, and the seconds after its error line."""
+    """Waits for a process; returns its exit code (None if it had to be killed) and the seconds after its error line."""
     deadline, reported = time.monotonic() + PATIENCE, None
     while process.poll() is None and time.monotonic() < deadline:
         if reported is None and "error: " in output.read_text(errors="replace"):

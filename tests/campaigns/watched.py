@@ -14,7 +14,7 @@ import time
 from attnlab.training.checkpoints import PHASES as PHASES_OF_A_RUN
 
 PHASES = ("start", *PHASES_OF_A_RUN)
-BACKGROUND = ("write", "commit", "rename", "pruning")  # in the thread that saves
+BACKGROUND = ("write", "commit", "rename", "pruning")  # phases of the thread that saves
 SIZE = 16
 MAIN, BEHIND, STEP = 0, 1, slice(8, 16)  # phase of the loop, phase of the saving thread, last finished step
 # Seconds added before and after renaming a folder and removing a file: these take microseconds, too short to be hit.
@@ -57,7 +57,7 @@ class Board:
 
     @contextlib.contextmanager
     def phase(self, name: str, slot: int = MAIN):
-        """A phase as a context; the phase before continues after it."""
+        """A context manager for a phase; the previous phase continues after it."""
         outer = self._bytes[slot]
         self.enter(name, slot)
         try:
@@ -80,7 +80,7 @@ class Board:
             time.sleep(pause)
 
     def on_step(self, step: int, metrics: dict) -> None:
-        """The other hook of `attnlab.train.train`; waits for the step."""
+        """The hook of `attnlab.train.train` that is called after a step; waits until the step has finished."""
         metrics["loss"].block_until_ready()
         self.step = step
 

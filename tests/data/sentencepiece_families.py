@@ -17,7 +17,7 @@ STRIP = decoders.Strip(" ", 1, 0)
 
 
 def bpe():
-    """A BPE whose vocabulary is "<unk>", "<s>", "</s>", the bytes, and then pieces of words."""
+    """A BPE tokenizer; its vocabulary is "<unk>", "<s>", "</s>", the bytes, and then pieces of words."""
     trained, words = library.Tokenizer(models.BPE()), VERSE.replace("\n", " \n ").split(" ")
     trainer = trainers.BpeTrainer(vocab_size=120, show_progress=False)
     trained.train_from_iterator(["▁" + word for word in words], trainer)

@@ -46,7 +46,7 @@ def tokens(positions, prompts, count, **options):
 
 
 def test_texts_side_by_side_equal_each_alone():
-    """Greedy, with learned positions: the texts outgrow the context of 8 at different times."""
+    """Texts are greedy with learned positions, and outgrow the context of 8 at different times."""
     together = tokens("learned", PROMPTS[1::2], 20, temperature=0.0)
     for row, prompt in zip(together, PROMPTS[1::2]):
         np.testing.assert_array_equal(row, tokens("learned", prompt, 20, temperature=0.0)[0])
@@ -84,7 +84,7 @@ def test_learned_positions_beyond_context_restart_from_the_last_half(kind):
 
 @pytest.mark.parametrize("positions", ["alibi", pytest.param("rotary", marks=pytest.mark.slow)])
 def test_other_positions_roll_beyond_the_context(positions):
-    """In one layer, rolling is attention to a window of the context's size."""
+    """In a single layer, a rolling cache is equivalent to a window of the context's size."""
     _, params = gpt(positions)
     window = {"context": 64, "num_layers": 1, "attention": {"window": 8, "qk_norm": False}}
     windowed = GPT.of(**SIZES | window, positions=positions)
@@ -129,7 +129,7 @@ def test_repetition_penalty_counts_prompt_and_output():
 
 
 def test_log_probabilities_match_the_full_pass():
-    """From the raw logits, whatever the options of the draw; 1e-5 is for float32 logits of about 10."""
+    """They come from the raw logits, whatever the options of the draw; 1e-5 allows for float32 logits of about 10."""
     model, params = gpt("rotary")
     draw, prompts = Draw(temperature=0.5, top_k=3, repetition_penalty=2.0), (PROMPTS[0], np.array([1, 2, 3]))
     steps = list(decode(model, params, prompts, 5, draw=draw))
@@ -198,7 +198,7 @@ def recurrent(layers, positions="none"):
 
 @pytest.mark.parametrize("layers", [pytest.param("gated_delta", marks=pytest.mark.slow), "gru local"])
 def test_log_probabilities_of_recurrent_layers_match_the_full_pass(layers):
-    """For prompts of different lengths, far beyond the context; of a longer prompt only the end is read."""
+    """Prompts differ in length, and texts grow far beyond the context; only the end of a longer prompt is read."""
     model, params = recurrent(layers)
     steps = list(decode(model, params, PROMPTS, 20, seed=1))
     drawn, logprobs = (np.stack([getattr(step, name) for step in steps], axis=1) for name in ("tokens", "logprobs"))
@@ -213,7 +213,7 @@ def test_log_probabilities_of_recurrent_layers_match_the_full_pass(layers):
 
 @pytest.mark.slow
 def test_recurrent_drawn_texts_side_by_side_equal_each_alone():
-    """Also when others have ended."""
+    """They stay equal after other texts have ended."""
     together = drawn_by(recurrent("gru local"), PROMPTS, 20, num_samples=2, **DRAWN)
     end = int(together[0, 3])
     ended = drawn_by(recurrent("gru local"), PROMPTS, 20, num_samples=2, end=[end], **DRAWN)

@@ -47,7 +47,7 @@ def test_first_of_several_stop_strings_cuts():
 @pytest.mark.parametrize("stop", [["END"], ["ENDE", "N", "xEN"], ["EEND"], ["E", "EEND"]])
 @pytest.mark.parametrize("text", ["one ENENDED", "xE", "xEEEND."])
 def test_streamed_text_is_the_text_before_the_stop_string(text, stop):
-    """In pieces of one character and of several; nothing printed has to be taken back."""
+    """Text arrives in pieces of one character or several; nothing that was printed has to be taken back."""
     for size in (1, 2, 5, len(text)):
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         assert "".join(before_stop(pieces, stop)) == cut(text, stop)[0]

@@ -21,7 +21,7 @@ from attnlab.nn import GPT
 SIZES = {"vocab_size": 67, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256}
 SIZES |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-# Odd sizes; three layers, so that they are no whole number of patterns of two.
+# Sizes are odd; three layers are no multiple of patterns of two layers.
 OTHER = {"vocab_size": 131, "hidden_size": 30, "intermediate_size": 77, "num_hidden_layers": 3}
 OTHER |= {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 14}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -107,7 +107,7 @@ PEERS = {
 WITHOUT = {"Mamba2": {"intermediate_size", "num_attention_heads", "num_key_value_heads"}}
 WITHOUT |= {"GPT2": {"intermediate_size", "num_key_value_heads", "head_dim"}}
 
-# Means of vectors, by the ends of their names; 1 for others.
+# Means of vectors, by the ends of their names; other vectors have mean 1.
 BASES = {"bias": 0.0, "model.norm.weight": 9.0, "norm_f.weight": 9.0, "final_layernorm.weight": 9.0, "A_log": -2.0}
 BASES |= {"ln_f.weight": 9.0}
 BASES |= dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), 0.0)

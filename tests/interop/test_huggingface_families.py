@@ -42,7 +42,7 @@ def writes(name, folder):
 def decodes(name, folder):
     drawn = np.concatenate(list(sample.generate(*peers.ours(name), peers.tokens(name)[0, :5], 200, temperature=0.0)))
     np.testing.assert_array_equal(drawn, peers.goldens(name)["greedy"])
-    assert len(set(drawn.tolist())) > 1  # not always the same token
+    assert len(set(drawn.tolist())) > 1  # the text is not one token repeated
 
 
 def rows():

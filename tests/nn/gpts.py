@@ -1,4 +1,4 @@
-"""Small GPTs that between them use every option."""
+"""Small GPTs that together use every option."""
 
 import numpy as np
 
@@ -34,7 +34,7 @@ OPTIONS = {
     "residual": {**LOCAL_GLOBAL, "local": {"window": 3, **RESIDUAL}, "attention": RESIDUAL},
     "plain": {"num_layers": 1},
     "learned, no attention": {"positions": "learned", "layers": "conv", "num_layers": 1, "mlp_ratio": 1.0},
-    # Only the last layer receives values, from the second layer.
+    # Only the last layer receives values; they come from the second layer.
     "first values": {"layers": "attention rwkv7 rwkv7", "num_layers": 3, "mlp_ratio": 0.0},
     "attentions": {"layers": "forget differential latent stick_breaking", "num_layers": 4, "mlp_ratio": 0.0},
     "states": {"layers": "mamba2 local retention gru", "num_layers": 4, "mlp_ratio": 0.0, "local": {"window": 4}},

@@ -1,4 +1,4 @@
-"""Relatives of softmax attention that several tests share, and each in NumPy float64, from its paper.
+"""Relatives of softmax attention that several tests share, and their formulas from the papers in NumPy float64.
 
 Functions take the layer's parameters by path, "query/kernel", and one sequence `[T, F]`.
 """
@@ -50,7 +50,7 @@ def softmax(scores):
 
 
 def gates(x, p):
-    """Lin et al. 2025, section 3, with capped logits, and the output gate of Qiu et al. 2025, section 2.2."""
+    """Forget gates (Lin et al. 2025, section 3) with capped logits, and output gates (Qiu et al. 2025, section 2.2)."""
     q, k, v, gate = (projected(x, p, name) for name in ("query", "key", "value", "gate"))
     q, k, log_gates, z = rotated(q), rotated(k), -np.logaddexp(0, -projected(x, p, "forget")), np.zeros_like(q)
     for h in range(q.shape[1]):
@@ -77,7 +77,7 @@ def exclusive(x, p):
 
 
 def differential(x, p, layer=0):
-    """Ye et al. 2024, equations 1 to 3, with query heads h and H/2 + h as the two maps of head h."""
+    """Ye et al. 2024, equations 1 to 3; query heads h and H/2 + h compute the two maps of head h."""
     q, k, v = (projected(x, p, name) for name in ("query", "key", "value"))
     q, k = rotated(q), rotated(k)
     heads, group, start = q.shape[1] // 2, q.shape[1] // k.shape[1], 0.8 - 0.6 * np.exp(-0.3 * layer)

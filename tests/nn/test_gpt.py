@@ -144,7 +144,7 @@ def test_gpt_initial_weights_follow_gpt2():
         (block["attention"]["out"]["kernel"], 0.02 / np.sqrt(4)),
         (block["mlp"]["down"]["kernel"], 0.02 / np.sqrt(4)),
     ):
-        # The deviation of n draws is known to 1/√(2n): five times that.
+        # The deviation of n draws has a relative error of 1/√(2n); five times this is allowed.
         np.testing.assert_allclose(leaf.std(), deviation, rtol=5 / np.sqrt(2 * leaf.size))
     assert all((leaf == 0).all() for leaf in (block["mlp"]["up"]["bias"], block["attention"]["query"]["bias"]))
     loss = -scipy.special.log_softmax(logits, axis=-1).mean()  # over all targets

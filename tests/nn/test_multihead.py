@@ -154,7 +154,7 @@ def test_multihead_backends_have_the_same_gradients(float64, module):
         return jax.grad(lambda params: (module.clone(impl=impl).apply(params, x, mask=mask) ** 2).sum())(params)
 
     tiled, dense = jax.jit(lambda params: [gradient(impl, params) for impl in ("blockwise", "dense")])(params)
-    # As in `assert_near` of tests/ops/cases.py: both round each of about a hundred sums.
+    # Each side rounds about a hundred sums, as in `assert_near` of tests/ops/cases.py.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-10), tiled, dense)
     trained = jax.tree.leaves([dense["params"].get(name, []) for name in ("sinks", "forget", "gate")])
     assert trained and all(np.abs(leaf).max() > 1e-3 for leaf in trained)

@@ -65,14 +65,14 @@ class Case:
     """One call of the operator; `str` names its arguments.
 
     Attributes:
-      seed: the case is `draw(seed)`.
-      mask: its mask.
+      seed: the seed that `draw` made the case from.
+      mask: the mask of the call.
       score_mods: names in `MODS`, in the order of application.
       arrays: float64 arrays by name, each with a gradient: q, k, v, and, if the call has them, bias, sinks, scale and
         the arrays of the score mods.
       positions: q_positions and kv_positions if the call has them.
       dropout_rate: 0 for none.
-      block_sizes: for the backends that compute by tiles.
+      block_sizes: tile sizes for the backends that compute by tiles.
     """
 
     seed: int
@@ -165,7 +165,7 @@ def results(arrays, run, impl, dtype, compiled=jax.jit):
 
 
 def assert_near(actual, expected):
-    """Both round each of about a hundred sums; 1e-11 is 5e4 units in the last place of the largest element."""
+    """Each side rounds about a hundred sums; 1e-11 is 5e4 units in the last place of the largest element."""
     for name, x in expected.items():
         largest = np.abs(x).max(initial=0, where=np.isfinite(x))
         np.testing.assert_allclose(actual[name], x, rtol=1e-11, atol=1e-11 * largest, err_msg=name)

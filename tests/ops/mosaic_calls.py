@@ -22,8 +22,8 @@ class Shape(NamedTuple):
 
 
 def drawn(shape: Shape, learned: dict):
-    """(q, k, v, learned arrays), and weights of out and lse. The weights of lse are positive, so that sums over rows
-    do not cancel."""
+    """(q, k, v, learned arrays), and cotangents of out and lse. The cotangent of lse is positive, so that sums over
+    rows do not cancel."""
     rng = np.random.default_rng(1)
     lengths = (shape.queries, shape.heads), *[(shape.keys, shape.kv_heads)] * 2, (shape.queries, shape.heads)
     q, k, v, d_out = (rng.normal(size=(shape.batch, *x, shape.features)).astype(jnp.bfloat16) for x in lengths)
@@ -60,7 +60,7 @@ def specified(run, *arguments):
 
 
 def assert_near(actual, expected, bound=2**-6):
-    """Weights, outputs and score gradients are rounded to bfloat16, by at most 2^-9, and about 2^-10 on average.
+    """Rounding weights, outputs and score gradients to bfloat16 errs by at most 2^-9, and about 2^-10 on average.
     Relative errors are 1e-3 to 3e-3, and 1e-2 in rows with few keys, where do·v and do·o cancel. A missing key of 256
     would change a row by about 3e-2 of its size plus the mean size."""
     for name, x in expected.items():

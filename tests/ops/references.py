@@ -19,7 +19,7 @@ def naive(name):
 
 
 def broken(q, k, v, visible):
-    """(Outputs, weights), stick by stick; `visible` `[B, T, T]`."""
+    """(outputs, weights) of stick-breaking attention, computed stick by stick; `visible` is `[B, T, T]`."""
     batch, length, heads, size = q.shape
     weights = np.zeros((batch, heads, length, length))
     for b, h, i in np.ndindex(batch, heads, length):

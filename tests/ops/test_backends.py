@@ -11,7 +11,7 @@ from tests.ops.cases import slow
 
 
 def by_tiles(q, **call):
-    """Several ragged tiles for short calls; long calls, whose memory is measured, use the default sizes."""
+    """Give short calls several ragged tiles; long calls, which measure memory, use the default tile sizes."""
     sizes = (8, 6) if q.shape[1] < 100 else None
     return attention(q, impl="blockwise", block_sizes=sizes, return_lse=True, **call)
 

@@ -17,7 +17,7 @@ from tests.ops.cases import slow
 
 ALL = [cases.draw(seed) for seed in range(320)]
 QUICK = {54, 80, 172, 295}  # together they use each feature
-# With these, nearly all pairs of features that any case uses.
+# With these cases, nearly every pair of features occurs that any case uses.
 PAIRS = {11, 12, 13, 16, 17, 19, 20, 27, 35, 37, 71, 84}
 
 
@@ -37,7 +37,7 @@ def test_blockwise_matches_dense_on_random_cases(float64, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, block_sizes", [(jnp.bfloat16, (48, 20)), (jnp.float16, (32, 32))])
 def test_half_precision_errs_at_most_twice_as_much_as_dense(dtype, block_sizes):
-    """Both round the weights to the input type; only blockwise rounds the scores' gradients to it as well."""
+    """Both backends round the weights to the input type; blockwise also rounds the gradients of the scores to it."""
     rng = np.random.default_rng(0)
     shapes = {"q": (2, 130, 4, 32), "k": (2, 130, 2, 32), "v": (2, 130, 2, 24), "bias": (1, 4, 130, 130), "sinks": (4,)}
     arrays = {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}

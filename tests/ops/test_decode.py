@@ -52,7 +52,7 @@ def test_steps_of_few_queries_equal_the_formula(float64, queries, heads, kv_head
 
 @pytest.mark.parametrize("queries, heads, kv_heads", [(1, 4, 2), (3, 6, 2)])
 def test_hidden_keys_change_no_bit_of_results_and_gradients(queries, heads, kv_heads):
-    """The hidden keys are beyond the first example's length, where the second example has keys."""
+    """The hidden keys lie beyond the first example's length, at positions where the second example has keys."""
     q, k, v = (x.astype(np.float32) for x in sample(queries, heads, kv_heads))
     expected = with_gradients(q, k, v, LENGTHS)
     for hidden in (np.nan, np.inf, 1e3):

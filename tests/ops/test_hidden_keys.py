@@ -1,7 +1,7 @@
 """In every backend, a key hidden from all queries of its example and head is inert, whatever it holds.
 
-A key visible to some query is not: its NaN also reaches rows that do not attend to it, because 0 · NaN is NaN, in
-outputs through v and in gradients through k. It stays within its example and head.
+A key that is visible to some query is not inert: its NaN also reaches rows that do not attend to it, because 0 · NaN
+is NaN: outputs through v, and gradients through k. The NaN stays within its example and head.
 """
 
 import functools

@@ -21,7 +21,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def capture(model, variables, *args, want=("pattern",), rows=None, deterministic=None, **arrays):
-    """`see.capture`, compiled, which takes less time than running the operations one by one."""
+    """Compiled `see.capture`, which is faster than running the operations one by one."""
     fixed = {"want": want, "rows": rows}
     fixed |= {} if deterministic is None else {"deterministic": deterministic}
     run = jax.jit(lambda *args, **arrays: see.capture(model, *args, **arrays, **fixed))
@@ -29,7 +29,7 @@ def capture(model, variables, *args, want=("pattern",), rows=None, deterministic
 
 
 def edited(model, variables, *args, edits, want=(), **arrays):
-    """The results of `see.edited` for each of some edits, in one program."""
+    """The results of `see.edited` for several edits, computed by one program."""
 
     @jax.jit
     def run(edits, variables, args, arrays):
@@ -61,7 +61,7 @@ class OurBlock(FlaxBlock):
 
 
 class Flax(nn.Module):
-    """Two blocks of Flax's own attention, each x + attention(norm(x)), x + mlp(norm(x))."""
+    """Two blocks with Flax's own attention; a block computes x + attention(norm(x)), then x + mlp(norm(x))."""
 
     block = FlaxBlock
 
@@ -74,7 +74,7 @@ class Flax(nn.Module):
 
 
 class Ours(Flax):
-    """`Flax`, with attention of attnlab."""
+    """`Flax` with attnlab's attention."""
 
     block = OurBlock
 

@@ -30,7 +30,7 @@ def run_of(*layers) -> Run:
 
 
 def checkpoints(steps, prompts: int = 1, heads: int = 3, length: int = 12) -> dict[int, Run]:
-    """Runs of a model of two layers, by step."""
+    """Runs of a model with two layers, by training step."""
     sharpness = {step: 1 + step / max(steps) for step in steps}
     return {
         step: run_of(*causal_patterns(step, 2, prompts, heads, length, sharpness=sharpness[step])) for step in steps

@@ -42,7 +42,7 @@ def trained(folder, *others):
 
 
 def copied(run, folder, text, **data):
-    """A copy of the run, as if it had been trained on another text, read in another way."""
+    """A copy of the run with another text and other data options, as if it had been trained on this text."""
     workdir = Path(shutil.copytree(run, folder / "run"))
     config = json.loads((workdir / "config.json").read_text())
     config["data"] |= {"path": str(text)} | data

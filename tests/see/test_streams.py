@@ -69,7 +69,7 @@ def test_contributions_sum_to_the_logits(kind):
 
 
 def test_contribution_of_a_head_equals_the_effect_of_its_removal():
-    """In the last layer of a model without norms, where nothing comes after it."""
+    """This holds in the last layer of a model without norms, because nothing comes after the head."""
     model, params = WithoutNorms(), models.variables(WithoutNorms())
     parts = see.contributions(model, params, TOKENS, targets=OTHERS)
     np.testing.assert_allclose(parts.total, parts.logits, atol=1e-5)

@@ -81,7 +81,7 @@ def test_signal_during_garbage_collection_still_interrupts(number):
 
 
 def test_hook_set_while_interruptible_is_kept(monkeypatch):
-    """Like the hook of checkpoints, which silences reads that fail after the first failure."""
+    """Checkpoints set such a hook, which silences reads that fail after the first failure."""
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     with workers.interruptible():
         sys.unraisablehook = hook = lambda lost: None

@@ -1,4 +1,4 @@
-"""Implementations of attention with one fault each, and the feature that shows it."""
+"""Implementations of attention with one fault each, and the feature that reveals the fault."""
 
 import functools
 
@@ -13,7 +13,7 @@ def attention(
     q, k, v, mask=None, score_mod=(), bias=None, scale=None, sinks=None, dropout_rate=0.0, dropout_key=None,
     q_positions=None, kv_positions=None, *, fault="",
 ):  # fmt: skip
-    """(out, lse) with the named fault; "" for none."""
+    """(out, lse) of attention with the named fault; "" means no fault."""
     mods = (score_mod,) if not isinstance(score_mod, tuple) else score_mod
     group = q.shape[-2] // k.shape[-2]
     k = k + 0.01 * (k - jax.lax.stop_gradient(k)) if fault == "gradient of k off by 1 %" else k
@@ -52,7 +52,7 @@ def attention(
     if fault == "softmax in bfloat16":
         s = s.astype(jnp.bfloat16)
     maximum = s.max(axis=-1, keepdims=True)
-    if fault == "accumulator not rescaled":  # where the second tile of 128 keys has a larger max
+    if fault == "accumulator not rescaled":  # for rows with a larger max in the second tile of 128 keys
         last = jnp.minimum(jnp.arange(k.shape[1]) // 128 * 128 + 127, k.shape[1] - 1)
         maximum = jax.lax.cummax(s, axis=3)[..., last]
     shift = jax.lax.stop_gradient(jnp.where(jnp.isneginf(maximum), 0, maximum)) if fault != "no shift" else 0.0

@@ -151,7 +151,7 @@ def files(checkpoints, step):
 
 
 def test_damage_finds_every_flipped_bit(saved):
-    """Orbax alone would load most of them without an error."""
+    """Orbax alone would load most damaged files without an error."""
     draw = np.random.default_rng(0)
     assert saved.damage(7) == "" and len(files(saved, 7)) > 10
     for path in files(saved, 7):
@@ -226,7 +226,7 @@ def test_save_on_a_full_disk_keeps_older_checkpoints(saved, monkeypatch):
 
 @pytest.mark.parametrize("folder", ["9", "opt_state"])
 def test_save_that_cannot_create_a_folder_leaves_no_threads(saved, monkeypatch, folder):
-    """As when no inodes are free: Orbax's threads would wait for the folder and keep the process alive."""
+    """This happens when no inodes are free: Orbax's threads would wait for the folder and keep the process alive."""
     mkdir = os.mkdir
 
     def full(path, *args, **kwargs):

@@ -113,7 +113,7 @@ def test_token_rates_of_calls_use_their_own_time(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in FAST else pytest.mark.slow) for k in KINDS])
 def test_step_of_joint_runs_equals_each_run_alone(kind):
-    """SGD, because Adam's first step has the size of the rate even if the gradient is only rounding.
+    """Uses SGD, because Adam's first step is as large as the rate even where the gradient is only rounding error.
 
     Norms are sums of about 10⁴ squares in another order: ε√10⁴ = 6e-6.
     """
@@ -179,7 +179,7 @@ class Fragile(runs.Bigram):
 
 
 def test_diverged_run_keeps_its_last_state_and_others_continue():
-    """Even on batches after the one that makes it diverge."""
+    """The state is kept even on batches after the batch that makes the run diverge."""
     run = experiment(model=Fragile(31))
     run_configs, batches, states = several(run)
     stacked = [Stacked(batches)[n] for n in range(5)]

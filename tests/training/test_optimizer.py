@@ -38,7 +38,7 @@ def reference_rates(config, steps):
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_schedule_equals_its_formula_at_every_step(schedule):
-    """From the first step to the last, even without warm-up or decay, and in runs shorter than both."""
+    """Covers the first step to the last, even without warm-up or decay, and runs shorter than both."""
     rng, runs = np.random.default_rng(0), []
     for steps in (1, 2, 3, 4, 50, 201, 2000):
         for warmup in {0, 1, int(rng.integers(2, 50)), 100}:
@@ -132,7 +132,7 @@ def clipped(gradients):
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 def test_updates_follow_each_optimizers_paper_after_clipping(float64, scale):
-    """With gradients longer than `clip_norm`, and with shorter ones."""
+    """Gradients are longer than `clip_norm` in one case, and shorter in the other."""
     params, gradients = params_and_gradients()
     gradients = jax.tree.map(lambda x: scale * x, gradients)
     updates, config = two_updates(params, gradients), Optimizer(**OF_ALL)

@@ -71,7 +71,7 @@ def test_gradient_of_packed_documents_is_independent_of_batch_split():
     "axes, split", [((4, 1), ("kernel", "embedding")), ((1, 4), ("kernel",))], ids=["fsdp", "tensor"]
 )
 def test_each_device_holds_a_share_of_every_kernel_embedding_and_moment(axes, split):
-    """Except that 4 devices along "tensor" do not divide a vocabulary of 31."""
+    """Embeddings are an exception along "tensor": 4 devices do not divide a vocabulary of 31."""
     now = experiment("mesh", 1, *axes).abstract_state
     for path, leaf in jax.tree_util.tree_leaves_with_path(now):
         name = jax.tree_util.keystr(path, simple=True, separator="/")

@@ -108,7 +108,7 @@ def test_run_from_gpt2_on_a_mesh_takes_its_weights_shape_and_tokenizer(gpt2, tex
 
 
 def test_second_start_with_another_config_is_refused(gpt2, text, started, capsys):
-    """Including fields that the source truncates or overrides."""
+    """This includes fields that the source truncates or overrides."""
     workdir, out = started
     assert f"starting from {gpt2}, sequences of 32 tokens" in out
     assert finetune(gpt2, text, workdir, **NULL) == 0

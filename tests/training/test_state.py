@@ -37,7 +37,7 @@ def test_loss_of_packed_documents_is_the_mean_over_targets_within_them(float64):
     model = GPT.of(vocab_size=11, num_layers=1, num_heads=2, width=16, context=64, dtype=jnp.float64)
     params = jax.tree.map(np.float64, parameters(model, packed.tokens[:, :1])["params"])
     documents = [packed.tokens[packed.segments == number] for number in range(packed.segments.max() + 1)]
-    # Alone, each begins at position 0, with its padding at the end.
+    # Separately, each document begins at position 0 and is padded at its end.
     alone = np.array([np.pad(document, (0, 65 - len(document))) for document in documents])
 
     @jax.jit

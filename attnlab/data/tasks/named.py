@@ -120,7 +120,7 @@ class Recall(Task):
         return tokens, jnp.pad(_at_end(drawn.targets, drawn.tokens.shape[1]), blanks, constant_values=-1)
 
     def longer(self, length) -> "Recall | None":
-        """This task if queries are spread, because they spread further; else None, because more blanks ask nothing."""
+        """This task if queries are spread, because they spread further; else None: more blanks add no queries."""
         return self if self.queries == "spread" else None
 
 

@@ -23,8 +23,8 @@ def repeats(
 ) -> Int[Array, "B T"]:
     """Draw random tokens `[B, T]` that repeat, each sequence with a random period.
 
-    From its second period on, a sequence can be predicted by finding the token in the first and copying its successor,
-    as induction heads do (Olsson et al. 2022). With a common period, attention to a fixed distance would suffice.
+    From its second period on, a sequence can be predicted by finding the current token in the first and copying its
+    successor, as induction heads do (Olsson et al. 2022). For one period, attention to a fixed distance would suffice.
 
     Args:
       vocab_size: tokens are 0 … vocab_size − 1.

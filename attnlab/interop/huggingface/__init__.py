@@ -40,7 +40,7 @@ def from_hf(
       source: a folder with `config.json` and `model.safetensors` (or its shards), such a `.safetensors` file, an
         object such as `LlamaForCausalLM`, or its state dict.
       config: the content of `config.json` or an object such as `LlamaConfig`; needed for a state dict, or a file
-        without one beside it.
+        without a `config.json` beside it.
       shardings: tree of `jax.sharding.Sharding` like the parameters, or a function that returns it for a tree of
         shapes. If its layers are stacked (`stack_layers`), so are the layers of the parameters. None for the default
         device.

@@ -38,7 +38,7 @@ _NEUTRAL = {"pretraining_tp": 1, "position_embedding_type": "absolute", "partial
 class ConfigReader:
     """Reader of the options in a config.json, or in an object within it; records which options are read.
 
-    Methods that read an option take its default for configs that lack it. The first default of an option holds.
+    Methods that read an option take a default for configs without it; the first default passed for an option holds.
     """
 
     def __init__(self, options: Mapping[str, Any], name: str, defaults: Mapping[str, Any] = {}):

@@ -70,7 +70,7 @@ def num_layers(hf: ConfigReader, default: int | None = None) -> int:
 
 
 def layer_types(hf: ConfigReader, word: str, default: list[bool]) -> list[bool]:
-    """Whether each layer has the `word` in `layer_types`, and not full_attention; `default` without the option."""
+    """For each layer, whether `layer_types` has `word` and not full_attention; `default` without the option."""
     types, words = hf.get("layer_types"), (word, rotaries.GLOBAL)
     if types is None:
         return default
@@ -169,7 +169,7 @@ def check_silu(hf: ConfigReader) -> None:
 
 
 def by_types(hf: ConfigReader, every: int, *, last: bool = True) -> list[bool]:
-    """Whether each layer is recurrent: by `layer_types`, else all but each `every`-th (if all, the last is `last`)."""
+    """Whether each layer is recurrent: by `layer_types`, else all but each `every`-th; if all, the last is `last`."""
     default = [n % every > 0 for n in range(1, num_layers(hf) + 1)]
     if all(default):
         default[-1] = last

@@ -1,8 +1,8 @@
 """The model families of `transformers` that a `GPT` can represent.
 
-A family is a function that reads a config.json as a `ModelConfig`, a function that writes one, and its tensor names. A
-reader sets all that defines its models, whatever the defaults of `ModelConfig`. A writer may be called with any model:
-reading its output shows whether the family supports the model.
+A family is a function that reads a config.json into a `ModelConfig`, a function that writes a config.json, and a table
+of tensor names. A reader sets every field that defines its models, whatever the defaults of `ModelConfig`. A writer may
+be called with any model: reading its output shows whether the family supports the model.
 """
 
 import dataclasses

@@ -31,13 +31,13 @@ class Names(NamedTuple):
     """The names of a family's tensors; the defaults are Llama's.
 
     Attributes:
-      layers: by kind of layer, a part of its names and their table, or a function from the layer to its table.
-      mlp: the same for feed-forward layers.
+      layers: by kind of layer, a part of its names and their table, or a function that returns it for a layer.
+      mlp: a part of the names of feed-forward layers, and their table.
       norms: tables for the norms of blocks, by `norm_at`.
       top: table for the embedding and other tensors outside the blocks.
       model: the prefix of all names.
       blocks: the part before the numbers of blocks.
-      file_parts: parts of names in files, with the names in the state dict; tensors that get the same name there are
+      file_parts: maps parts of names in files to parts in the state dict; tensors that get the same name there are
         joined in this order.
     """
 

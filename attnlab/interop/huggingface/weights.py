@@ -116,7 +116,7 @@ def _table(model: GPT, family: str, shapes, prefix=None, transposed: bool = Fals
 
 
 def _renamed(state: Mapping, names: Mapping[str, str]) -> Mapping:
-    """Rename a file's state dict as in transformers' modules; `names` as in `Names.file_parts`."""
+    """Rename the tensors of a file like those of transformers' modules; `names` as in `Names.file_parts`."""
     order = list(names)
     sources = {}
     for key in state:
@@ -141,7 +141,7 @@ def _without_parameters(model: GPT, prefix: str) -> list[str]:
 
 
 def _extra_heads(state: Mapping, model: GPT, prefix: str) -> list[str]:
-    """Names of the tensors in layers after the last that are heads for later tokens."""
+    """Names of the tensors in extra layers, after the model's last, that predict later tokens."""
     numbered = {key: key.removeprefix(f"{prefix}layers.").partition(".")[0] for key in state}
     heads = {n for key, n in numbered.items() if n.isdigit() and key == f"{prefix}layers.{n}.eh_proj.weight"}
     return [key for key, n in numbered.items() if n in heads and int(n) >= model.config.num_layers]

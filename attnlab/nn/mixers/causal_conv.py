@@ -19,8 +19,8 @@ class CausalConv(CausalMixer):
     Its cache holds the last R = (k − 1)·dilation inputs, `[B, R, F]`.
 
     Attributes:
-      features: d, width of the output; None for the input's.
-      dtype: type of the computation; the input's when None.
+      features: d, width of the output; None for the input's width.
+      dtype: type of the computation; None for the input's type.
 
     >>> block = Block(CausalConv(kernel_size=3, dilation=2), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

@@ -40,7 +40,7 @@ class DeltaRule(RecurrentMixer):
         return q, k, v, conv
 
     def _beta(self, x, heads):
-        """β = σ(b(x)), or twice that for `negative_eigenvalues`, `[B, T, heads]`."""
+        """β = σ(b(x)), or 2·σ(b(x)) with `negative_eigenvalues`, `[B, T, heads]`."""
         return (2 if self.negative_eigenvalues else 1) * jax.nn.sigmoid(self._dense("b", heads, dtype=_wide(x))(x))
 
     def _decay(self, x):

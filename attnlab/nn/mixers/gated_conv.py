@@ -14,13 +14,13 @@ from attnlab.types import DType
 class GatedConv(CausalMixer):
     """A causal convolution of each feature, times a linear layer: y = conv(x) ⊙ (W x + b) + x.
 
-    BaseConv of Arora et al. 2023 (arXiv 2312.04927), with an explicit kernel, `ShortConv`. It mixes the
+    This is BaseConv (Arora et al. 2023, arXiv 2312.04927) with an explicit kernel, `ShortConv`. It mixes the
     last `kernel_size` tokens. Its weights do not depend on the tokens, but its gates do.
 
     Its cache holds the last W − 1 inputs, `[B, W − 1, F]`.
 
     Attributes:
-      dtype: type of the computation; the input's when None.
+      dtype: type of the computation; None for the input's type.
 
     >>> block = Block(GatedConv(kernel_size=3), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape

@@ -20,7 +20,7 @@ class GatedDeltaNet(DeltaRule):
       conv: W, tokens of the convolution; 0 for none.
       decay: whether the state decays.
       gate: whether there is an output gate.
-      negative_eigenvalues: β up to 2, so that a state can change sign and count modulo 2 (Grazzi et al. 2025).
+      negative_eigenvalues: let β reach 2, so that a state can change sign and count modulo 2 (Grazzi et al. 2025).
       norm_epsilon: ε of the output norm.
 
     >>> block = Block(GatedDeltaNet(num_heads=2), Mlp())

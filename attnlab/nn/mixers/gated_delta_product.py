@@ -14,7 +14,7 @@ class GatedDeltaProduct(DeltaRule):
     A token has one query and one decay, and a key, a value and a β for each of n steps. The state decays before the
     first step and is read after the last, so its transition is a product of n Householder matrices, which can rotate
     and permute. Projections, convolutions, norm and gate are as in `GatedDeltaNet`. `linear_recurrence` runs over the
-    n · T steps. The pattern of `attnlab.see` has T queries and n · T keys, the n steps of a token in a row.
+    n · T steps. The pattern of `attnlab.see` has T queries and n · T keys; the n steps of a token are consecutive.
 
     Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolutions.
 

@@ -22,5 +22,5 @@ def dt_bias(key, shape, dtype=jnp.float32):
 
 
 def unit(x):
-    """x over its Euclidean norm, with a finite gradient at 0: x / √(Σx² + 1e-6)."""
+    """x divided by its Euclidean norm, with a finite gradient at 0: x / √(Σx² + 1e-6)."""
     return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)

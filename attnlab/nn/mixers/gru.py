@@ -17,8 +17,8 @@ class GRU(CausalMixer):
     short of its limit, where its steps become smaller than its rounding error.
 
     Attributes:
-      features: d, width of state and output; None for the input's.
-      dtype: type of the computation; the input's when None.
+      features: d, width of state and output; None for the input's width.
+      dtype: type of the computation; None for the input's type.
 
     >>> block = Block(GRU(), Mlp())
     >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
@@ -39,7 +39,7 @@ class GRU(CausalMixer):
 
 
 class _Cell(nn.Module):
-    """`flax.linen.GRUCell`, with its parameters, over all tokens; projects inputs at once, states token by token."""
+    """`flax.linen.GRUCell`, with its parameters, over all tokens; projects all inputs at once but states in turn."""
 
     features: int
     dtype: DType | None

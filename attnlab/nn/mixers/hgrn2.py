@@ -17,8 +17,8 @@ class HGRN2(RecurrentMixer):
     `linear_recurrence(silu(q), 1 − f, v, log f, scale=1)` is normalized over all heads and projected.
 
     In the paper, the lower bounds b grow from layer to layer by a softmax over all layers. Here, layer l of L has
-    b = l·e^γ / (l·e^γ + L − l), with γ = `lower_bound` `[H, K]`: at the start l / L, as in the paper, learned for each
-    feature, and always 0 in the first layer. But layers share no parameters, so they can be stacked and used alone.
+    b = l·e^γ / (l·e^γ + L − l), learned through γ = `lower_bound` `[H, K]`. b starts at l / L, as in the paper, and is
+    always 0 in the first layer. Layers share no parameters, so they can be stacked and used alone.
 
     Its cache holds states `[B, H, K, V]` in float32.
 

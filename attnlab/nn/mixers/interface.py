@@ -21,7 +21,7 @@ class MixerState(NamedTuple):
 
     Attributes:
       state: state of the recurrence, such as `[B, HV, K, V]` in float32; None for a convolution.
-      conv: the last inputs of a convolution, `[B, W − 1, …]`; None without one.
+      conv: the last inputs of a convolution, `[B, W − 1, …]`; None without a convolution.
       length: int32 `[B]`, number of tokens so far; set by `CausalMixer`, not by `mix`.
 
     >>> from attnlab.nn import GatedDeltaNet
@@ -106,7 +106,7 @@ class RecurrentMixer(CausalMixer):
     Attributes:
       num_heads: H.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
-      dtype: type of the computation; the input's when None. Decays and states are float32.
+      dtype: type of the computation; None for the input's type. Decays and states are float32.
 
     A subclass projects with `_dense`, calls `_recur`, and projects back with `_out`:
 
@@ -195,7 +195,7 @@ class RecurrentConfig(LayerConfig, of=RecurrentMixer):
 
 
 def last(x: Float[Array, "B N ..."], count: int, lengths: Int[Array, " B"] | None):
-    """The last `count` of the first `count + lengths` inputs of each sequence, or of all if `lengths` is None."""
+    """The last `count` of the first `count + lengths` inputs of each sequence; of all inputs if `lengths` is None."""
     if lengths is None:
         return x[:, x.shape[1] - count :]
     return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, count))(x, lengths)

@@ -19,8 +19,8 @@ class LinearAttention(RecurrentMixer):
     sum of the keys, which normalizes the outputs.
 
     Attributes: as in `RecurrentMixer` without `value_dim`, plus
-      features: width of the output; None for the input's.
-      feature_map, normalize: see `attnlab.linear_attention`; None for its `elu_plus_one`.
+      features: width of the output; None for the input's width.
+      feature_map, normalize: see `attnlab.linear_attention`; `feature_map` None for `elu_plus_one`.
       use_bias: whether the projections add a bias.
 
     >>> block = Block(LinearAttention(num_heads=2), Mlp())
@@ -38,7 +38,7 @@ class LinearAttention(RecurrentMixer):
         size, feature_map = self.key_features(x.shape[-1]), self.feature_map or elu_plus_one
         names = ("query", "key", "value")
         q, k, v = (self._dense(name, self.num_heads, size, use_bias=self.use_bias)(x) for name in names)
-        q, k, v = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (q, k, v))  # like features and sums
+        q, k, v = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (q, k, v))  # the type of the sums
         z, last_state = self._recur(feature_map(q), feature_map(k), v, state, context, scale=1.0)
         z = z.astype(self.dtype or x.dtype)
         out = projections.out(self, z, self.features or x.shape[-1], use_bias=self.use_bias)

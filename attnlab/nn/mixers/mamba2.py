@@ -24,7 +24,7 @@ class Mamba2(RecurrentMixer):
     Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolution.
 
     Attributes: as in `RecurrentMixer`, plus
-      num_heads: groups of heads that share B and C.
+      num_heads: number of groups of heads that share B and C.
       key_dim: K, the size of a feature's state; None for 128, or half the input width if that is less.
       value_dim: V; None for twice the input width / HV.
 

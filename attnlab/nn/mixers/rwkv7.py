@@ -30,7 +30,7 @@ class RWKV7(RecurrentMixer):
 
     where v₁ are the values of the first layer. `linear_recurrence(r, k, v, g, erase=(a ⊙ κ, κ ⊙ exp(−g)), scale=1)` is
     standardized for each head, with ε = V · 1e-5, scale and bias. Then r · (k ⊙ r_k) times v is added, and the sum is
-    multiplied by the gate and projected. The unit norm is `GatedDeltaNet`'s, √(Σx² + 1e-6).
+    multiplied by the gate and projected. unit(x) is x / √(Σx² + 1e-6), as in `GatedDeltaNet`.
 
     Its cache holds states `[B, H, K, V]` in float32 and the last input, `[B, 1, F]`.
 
@@ -136,7 +136,7 @@ def _ranks(features: int) -> _Ranks:
 class _Start:
     """Initializers of vectors, as in the authors' code.
 
-    They depend on the layer's number and on the feature's index, among all features and within its head of `size`.
+    They depend on the layer's number and on the feature's index, both among all features and within its head of `size`.
     """
 
     def __init__(self, layer, layers: int, size: int):

@@ -13,10 +13,10 @@ class ShortConv(nn.Module):
     """Depthwise causal convolution: y_t = Σ_i w_i · x_{t−W+1+i} (Gu and Dao 2023, section 3.4).
 
     Attributes:
-      width: W, tokens of the kernel; the last is the token itself.
-      use_bias: whether it adds a bias.
+      width: W, number of tokens that the kernel covers; the last is the token itself.
+      use_bias: whether the layer adds a bias.
       kernel_init: initializer of the kernel `[W, …]`; None for uniform within ±1/√W, as in the papers' code.
-      dtype: type of the computation; the input's when None.
+      dtype: type of the computation; None for the input's type.
 
     >>> conv = ShortConv(width=4)
     >>> (out, after), _ = conv.init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))
@@ -37,7 +37,7 @@ class ShortConv(nn.Module):
         segments: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T *F"], Float[Array, "B R *F"]]:
-        """(Outputs, the last R = W − 1 inputs that are not padding), after the inputs `before`, or zeros for None.
+        """(Outputs, the last R = W − 1 inputs that are not padding); `before` are the inputs before x, None for zeros.
 
         Outputs depend only on inputs of the same segment.
         """

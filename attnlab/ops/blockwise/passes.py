@@ -182,7 +182,7 @@ class _Gradients(NamedTuple):
     dk: Array  # [..., H, keys, D]
     dv: Array
     dq: Array  # [..., H, D, Tq]
-    learned: AttentionCall  # of scale, bias and score mods; None for the rest of the call
+    learned: AttentionCall  # gradients of scale, bias and score mods; None for the rest of the call
 
 
 @batched_explicitly

@@ -23,7 +23,7 @@ class Layout(NamedTuple):
 
     chunks: Int[np.ndarray, "n m"]  # each device's chunks, out of n·m equal chunks: m is 1, or 2 in zigzag
     block_sizes: tuple[int, int]  # tile sizes
-    imbalance: float  # tiles of the busiest device over the mean
+    imbalance: float  # tiles of the busiest device divided by the mean
 
     @property
     def is_zigzag(self) -> bool:

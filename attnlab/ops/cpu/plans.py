@@ -23,7 +23,7 @@ from attnlab.types import Array
 ROWS = 512  # queries per tile from which XLA splits its products among threads
 # Short sequences, on two x86 cores with 1 MiB of L2 each: float32 and bfloat16, 64 features per head.
 LENGTH = 1024  # beyond this length loops are as fast and take less memory
-SCORES = 2**18  # of a block of queries with its keys, in all heads computed at a time
+SCORES = 2**18  # in a block of queries with its keys, in all heads computed at a time
 UNROLLED = 16  # most products of scores to unroll; more would not fit the caches
 SHORT = Costs((64, 128, 256), SCORES, cached_scores=SCORES, uncached=1, comparing=1, per_tile=0, per_row=30)
 

@@ -2,7 +2,7 @@
 
 No issue in XLA's tracker; jaxlib 0.10.2. XLA's CPU backend has no slices of bfloat16: it converts the *whole* array to
 float32 to read a part of it, and back to write one. A loop over layers would convert the stored values of all layers
-for each layer, and a loop over blocks all blocks. Integers are moved without conversion.
+for each layer, and a loop over blocks would convert all blocks for each block. Integers are moved without conversion.
 """
 
 import functools

@@ -42,7 +42,7 @@ class Operand(NamedTuple):
     """How a kernel loads an array for a tile.
 
     Attributes:
-      along: "queries" or "keys", `[*batch or 1s, H or 1, length]`; "", a number for each head, `[*batch or 1s, H or
+      along: "queries" or "keys", `[*batch or 1s, H or 1, length]`; "", one number per head, `[*batch or 1s, H or
         1]`; or "blocks", `[*batch or 1s, H or 1, blocks of queries, Tk]`.
       rows: queries per block.
       is_learned: whether it is a floating array of a score mod.
@@ -54,7 +54,7 @@ class Operand(NamedTuple):
 
 
 class Program(NamedTuple):
-    """`trace(shape)` is the program for tiles of a shape, of `(query index, key index, [scores,] *operands)`."""
+    """`trace(shape)` is the program for tiles of a shape, taking `(query index, key index, [scores,] *operands)`."""
 
     trace: Callable
     operands: tuple[Operand, ...]

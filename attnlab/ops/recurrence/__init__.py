@@ -24,9 +24,9 @@ from attnlab.types import Array
 
 # In the order in which "auto" prefers them; `call` defines a backend.
 _BACKENDS = {"recurrent": recurrent, "jla": jla, "parallel": parallel, "chunked": chunked}
-# Tokens per chunk. On two EPYC cores gradients with decays by feature, whose scores take products at each halving, take
-# 0.71 to 0.93 of the time with 16 tokens instead of 32 (0.87 and 1.07 without erasure). On an H100 chunks of 128 took
-# four times as long as chunks of 64 (November 2026).
+# Tokens per chunk. With decays by feature, each halving of a chunk takes further products: on two EPYC cores, gradients
+# in chunks of 16 tokens take 0.71 to 0.93 of the time in chunks of 32 (0.87 and 1.07 without erasure). In November 2026
+# chunks of 128 took four times as long as chunks of 64 on an H100.
 CHUNKS = {"chunked": 32, "parallel": 64}
 _BY_FEATURE = 16  # for "chunked" with decays by feature
 
@@ -193,7 +193,7 @@ def _run(impl: str, call: RecurrenceCall, state, size: int):
 def explain(q, k, v, g=None, beta=None, *, impl="auto", chunk_size=None, platform=None, **named) -> Explanation:
     """The backend that `linear_recurrence` would run for these arguments, and the reasons against the others.
 
-    `platform` is "cpu", "gpu" or "tpu"; None for the one that the call is compiled for.
+    `platform` is "cpu", "gpu" or "tpu"; None for the platform that the call is compiled for.
     """
     checks.require_known_keywords("explain", named, inspect.signature(linear_recurrence).parameters)
     named.pop("return_state", None)

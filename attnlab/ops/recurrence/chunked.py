@@ -1,12 +1,12 @@
 """The linear recurrence chunk by chunk: products within a chunk, and one state from chunk to chunk.
 
 Within a chunk, let W be the erased rows, w_t = r_tᵀ diag(exp g_t) S_{t−1}, and P^{ab} the scores
-a_t·b_j·exp(G_t − G_j). With S the state before the chunk, r' and q' decayed up to their token (Yang et al. 2024, 2025),
+a_t·b_j·exp(G_t − G_j). With S the state before the chunk and r', q' decayed up to their token (Yang et al. 2024, 2025),
 
     (I + P^{re}) W = r' S + P^{rk} V,       O = q' S + P^{qk} V − P^{qe} W
 
-where P^{re} and P^{rk} have the pairs j < t, the others j ≤ t. In the delta rule e = βk and r = k are the keys, so a
-single unknown U = V − W needs only two sets of scores: (I + P^{kk} β) U = V − k' S.
+where P^{re} and P^{rk} have the pairs j < t, P^{qk} and P^{qe} the pairs j ≤ t. In the delta rule e = βk and r = k, so
+a single unknown U = V − W needs only two sets of scores: (I + P^{kk} β) U = V − k' S.
 
 A chunk is an affine map of the state: S becomes M S + N. `summary` is that map for any number of tokens.
 """

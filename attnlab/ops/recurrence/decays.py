@@ -1,8 +1,8 @@
 """Decays within a chunk, as factors of products: none, one per head, or one per feature of the keys.
 
 The decay between two tokens is the exponential of a sum of logs, each at most 0, over the tokens between them. A
-difference of two running sums would be cheaper but wrong: digits are lost to the sum before both tokens, and after a
-token that resets the state none is left.
+difference of two running sums would be cheaper but wrong: it loses digits to the sum before both tokens, and all of
+them after a token that resets the state.
 """
 
 from typing import NamedTuple

@@ -118,7 +118,7 @@ def _general(terms, decays):
 
 
 def _scores(decays, sets, columns):
-    """`Decays.scores` of several sets of rows: decays by feature share their factors, which are large, others none."""
+    """`Decays.scores` of several sets of rows: with decays by feature they share factors, which are large."""
     if decays.g is None or decays.g.shape[-1] == 1:
         return [decays.scores(rows, columns) for rows in sets]
     ends = [sum(x.shape[-3] for x in sets[: n + 1]) for n in range(len(sets) - 1)]
@@ -138,7 +138,7 @@ _MEMBERS = 8
 def _states(operand, members, k, u, w, a, state):
     """Return (the state before each chunk `[n, ..., H, K, V]`, X `[n, ..., H, N, V]`, the last state).
 
-    Of the groups' `members` chunks, the first ones come first, then the second ones, and so on.
+    Axis n holds the first chunks of all groups, then the second chunks, and so on, up to chunk `members`.
     """
     return _forward(operand, members, k, u, w, a, state)[0]
 
@@ -208,7 +208,7 @@ _states.defvjp(_forward, _backward)
 
 
 def _by_member(members, *arrays):
-    """Arrays `[M, groups, ...]` of arrays `[n, ...]`."""
+    """Reshape arrays `[n, ...]` to `[M, groups, ...]`."""
     return jax.tree.map(lambda x: x.reshape(members, -1, *x.shape[1:]), arrays)
 
 

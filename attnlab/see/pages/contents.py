@@ -76,7 +76,7 @@ def _patterns(run: Run, step) -> list[np.ndarray]:
 
 
 def _prompts(weights, tokens) -> list[Prompt]:
-    """The prompts with their weights of `[S, B, N, Tq, Tk]`, each cut to its tokens."""
+    """The prompts with their weights from `[S, B, N, Tq, Tk]`, each cut to the tokens of the prompt."""
     pairs = [_pair(prompt) for prompt in ([tokens] if _is_prompt(tokens) else tokens)]
     if len(pairs) != weights.shape[1]:
         raise ValueError(f"tokens has {len(pairs)} prompts: expected {weights.shape[1]}, one list per prompt")

@@ -72,16 +72,16 @@ def page(
     """Build one HTML file that shows attention: all heads, one head, its tokens, and how they develop in training.
 
     The file is self-contained and loads nothing. Without JavaScript it shows a picture of all heads. Weights are stored
-    to within 0.004, and only the eight largest in rows of more than 256 keys.
+    to within 0.004; rows of more than 256 keys keep only the eight largest.
 
     Args:
       runs: a run with patterns `[B, H, Tq, Tk]`, or several by training step, e.g. `{0: run, 500: run}`.
       tokens: the tokens of one prompt, or a list of such lists, one for each example of the batch. If queries and keys
-        differ, a tuple of two lists replaces one. Weights of prompts shorter than Tq are cut on the right.
+        differ, a tuple of two lists replaces a list. Weights of prompts shorter than Tq are cut on the right.
       path: path of the file; None for a notebook. Only a page that attnlab wrote is overwritten.
       title: the finding, or the model's name.
-      scores: numbers `[L, H]` by kind, or an object with such `values`; by step if `runs` is.
-      effects: effects of the heads, over layer and head; by step if `runs` is.
+      scores: numbers `[L, H]` by kind, or an object with such `values`; a mapping by step if `runs` is one.
+      effects: effects of the heads, over layer and head; a mapping by step if `runs` is one.
       max_bytes: largest size of the file.
 
     Returns:

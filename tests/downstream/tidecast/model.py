@@ -11,7 +11,7 @@ from attnlab.masks import Causal, MaskFn, Padding, SlidingWindow
 from attnlab.nn import Block, KVCache, Mlp, MultiHeadAttention, sinusoidal
 
 OVERLAP = 8  # hours of the history that the decoder reads again
-DAY = 25  # hours between a tide and the same one on the next lunar day, nearly
+DAY = 25  # about how many hours after a tide the same tide returns on the next lunar day
 
 
 class Forecaster(nn.Module):

@@ -101,7 +101,7 @@ def short(x, p):
 
 
 def gated_delta_net(x, p, *, negative=False):
-    """Yang et al. 2025, section 3.3 and figure 1; without "a" and "gate" DeltaNet, Yang et al. 2024, section 3.3."""
+    """Yang et al. 2025, section 3.3 and figure 1; without "a" and "gate" it is DeltaNet (Yang et al. 2024, 3.3)."""
     q, k, v = short(x, p)
     beta = sigmoid(projected(x, p, "b")) * (2 if negative else 1)
     alpha = np.ones_like(beta)

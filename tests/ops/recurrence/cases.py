@@ -17,7 +17,7 @@ class Shape(NamedTuple):
 
     batch: int
     length: int
-    heads: tuple[int, int, int] = (2, 2, 2)  # of queries, keys and values
+    heads: tuple[int, int, int] = (2, 2, 2)  # numbers of query, key and value heads
     features: int = 4
     values: int = 3
     decay: str = "none"
@@ -33,7 +33,7 @@ def draw(seed: int, shape: Shape, *, strongest=8.0) -> dict:
     drawn = {"q": normal((batch, length, queries, features)), "k": k, "v": normal((*by_head, values))}
     if decay != "none":
         size = (*by_head, features) if decay == "feature" else by_head
-        # From hardly any decay to one that forgets at once.
+        # Some states hardly decay, others forget at once.
         drawn["g"] = -np.exp(rng.uniform(np.log(1e-4), np.log(strongest), size))
     if erasure == "beta":
         drawn["beta"] = rng.uniform(0, 2, by_head)
@@ -51,7 +51,7 @@ def unit(x):
 
 
 def floating(drawn: dict) -> dict:
-    """The arrays that have gradients."""
+    """The floating-point arrays of a call, which have gradients."""
     return {name: x for name, x in drawn.items() if name not in ("segment_ids", "lengths")}
 
 
@@ -73,7 +73,7 @@ def weights(outputs: dict) -> dict:
 
 
 def assert_close(actual: dict, expected: dict, tolerance):
-    """Assert differences of at most `tolerance` (a number, or one per row) times the row's largest element or 1."""
+    """Assert differences of at most `tolerance` (a number, or one per row) times max(1, the row's largest element)."""
     assert actual.keys() == expected.keys()
     for name in expected:
         for x, y in zip(jax.tree.leaves(actual[name]), jax.tree.leaves(expected[name]), strict=True):

@@ -1,6 +1,6 @@
 """Recurrences of papers in NumPy, one head at a time, each in the symbols and the orientation of its paper.
 
-Arrays are `[T, …]`, outputs `[T, V]`. Feature maps, norms and projections are the caller's.
+Arrays are `[T, …]`, outputs are `[T, V]`. The caller applies feature maps, norms and projections.
 """
 
 import numpy as np
@@ -99,7 +99,7 @@ def rwkv7(r, k, v, w, kappa, a):
 def gated_delta_product(q, k, v, g, beta):
     """Siems et al. 2025, section 3: H_i = A_i H_{i−1} + B_i by n_h steps, k and v `[T, n_h, …]`, β `[T, n_h]`.
 
-    A_i = g_i Π_j (I − β_ij k_ij k_ijᵀ), with the last step on the left; B_i: the writes, each times the steps after it.
+    A_i = g_i Π_j (I − β_ij k_ij k_ijᵀ), with the last step on the left; B_i sums the writes, each times later steps.
     """
     h, y = np.zeros((k.shape[2], v.shape[2])), []
     for q_i, k_i, v_i, g_i, beta_i in zip(q, k, v, g, beta):

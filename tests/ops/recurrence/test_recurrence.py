@@ -209,7 +209,7 @@ def test_gradients_store_one_state_per_chunk():
 
     arrays, state = 4096 * 2 * 64 * 4, 2 * 64 * 64 * 4  # bytes of q, and of a state
     at_once, coarse = temporaries(4096, 32), temporaries(4096, 64)
-    # 128 states, or 64 for chunks twice as long; besides, arrays as large as q, by chunk, and their gradients.
+    # 128 states (64 if chunks are twice as long), and arrays as large as q, by chunk, with their gradients.
     assert at_once < 128 * state + 16 * arrays
     assert at_once - coarse > 0.5 * (128 - 64) * state
 
