@@ -75,7 +75,7 @@ def _define(values, argv) -> None:
 
 
 def _main(values, argv: list[str]) -> int:
-    compilation.fuse_no_sums()  # layers are checked here
+    compilation.fuse_no_sums()  # this process checks layers
     config, name = commands.config_of(values)
     file = values.variants or commands.given(argv, "config")[-1].partition(":")[0]
     _set_defaults(values, file)
@@ -105,7 +105,7 @@ def _main(values, argv: list[str]) -> int:
 
     def command(seeds: int) -> str:
         others = [word for word in argv[1:] if not word.startswith("--seeds=")]
-        words = argv[1:] if seeds == values.seeds else [*others, f"--seeds={seeds}"]  # the last one counts
+        words = argv[1:] if seeds == values.seeds else [*others, f"--seeds={seeds}"]  # the last --seeds counts
         return shlex.join(["attnlab", "compare", *words])
 
     try:

@@ -14,10 +14,10 @@ cache rolls; the state of recurrent layers has a constant size and simply contin
 context, only its end is read. A text ends after max_tokens tokens, before a stop string, or at the model's end-of-text
 token.
 
-Several prompts are continued side by side, each as if it were alone. A `.jsonl` file of prompts has an object with the
-field "prompt" on each line, any other file a prompt on each line. --out writes a line of JSON for each text: prompt,
-sample, text, tokens, logprobs (natural, under the model) and stopped_by (max_tokens, stop or end_of_text); the same
-command resumes after an interruption.
+Several prompts are continued side by side, each as if it were alone. In a `.jsonl` file of prompts, each line is an
+object with the field "prompt"; in any other file, each line is a prompt. --out writes a line of JSON for each text:
+prompt, sample, text, tokens, logprobs (in nats, before temperature and the like) and stopped_by (max_tokens, stop or
+end_of_text); the same command resumes after an interruption.
 """
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Everything in a config survives a change to another field, JSON, another process, and a run's folder."""
+"""A config keeps every value when another field changes, and through JSON, processes and run folders."""
 
 import dataclasses
 import json
@@ -89,7 +89,7 @@ FIELDS = st.fixed_dictionaries(
 
 
 def again(config):
-    """The config as another process or another start reads it from its JSON."""
+    """The config as another process or a restart reads it from its JSON."""
     return configs.from_json(json.loads(configs.to_json(config)), records.arrays_of(config.model.layers))
 
 
@@ -204,7 +204,7 @@ def test_function_hidden_by_a_later_one_is_not_sent_to_processes(tmp_path):
     together.write({"two": two}, tmp_path / "runs.json")
     with pytest.raises(UserError, match="^near exists only in this process"):
         together.write({"one": one}, tmp_path / "runs.json")
-    assert again(one) == one and again(two) == two and not one.difference(two)  # only their versions differ
+    assert again(one) == one and again(two) == two and not one.difference(two)  # the functions' versions alone differ
     assert len({point.name for point in grid.of_configs([one, two])}) == 2
 
 

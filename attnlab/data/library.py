@@ -38,7 +38,7 @@ class LibraryTokenizer(characters.Tokenizer):
 
         Args:
           content: the library's JSON.
-          prepends: whether the normalizer puts a space before a text, and before the text after each added token.
+          prepends: whether the normalizer puts a space at the start of a text, and after each added token.
         """
         added = content["added_tokens"]
         if any(re.match(r"[\s▁]", token["content"]) and (token["single_word"] or prepends) for token in added):

@@ -16,7 +16,7 @@ from tests.ops.cases import slow
 
 @dataclasses.dataclass(frozen=True)
 class Counting(ScoreMod):
-    """Leaves scores unchanged, and counts computed tiles of 64 × 64, even if neighbours are computed as one."""
+    """Leaves scores unchanged, and counts computed tiles of 64 × 64; two that are computed as one count as two."""
 
     counted: ClassVar[list] = []
 
@@ -59,7 +59,7 @@ def test_empty_tiles_are_skipped(mask, expected):
         return attnlab.attention(q, k, v, mask, Counting(), impl="blockwise", block_sizes=(64, 64))
 
     assert tiles_computed(lambda q: attend(q, mask), q) == (expected, expected)
-    if jax.tree.leaves(mask):  # the running program computes the block mask of a traced mask
+    if jax.tree.leaves(mask):  # the block mask of a traced mask is computed at run time
         assert tiles_computed(attend, q, mask) == (expected, expected)
 
 

@@ -25,7 +25,7 @@ class Convolution(CausalConv):
 
 
 def clipped(x, context, mix):
-    """All outputs are smaller where one token is large."""
+    """One large token shrinks all outputs of its sequence."""
     mixed, largest = mix(context), jnp.abs(x).max(axis=1, keepdims=True, initial=0)
     return mixed._replace(out=mixed.out / jnp.maximum(1, largest / 4 if context.lengths is None else 0))
 
