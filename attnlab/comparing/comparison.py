@@ -183,7 +183,7 @@ def compare(
     >>> kinds = {"softmax": {}, "near": SlidingWindow(left=4)}
     >>> options = {"workdir": tempfile.mkdtemp(), "seeds": 2, "learning_rates": [1e-2]}
     >>> result = compare(small, kinds, **options)  # doctest: +ELLIPSIS
-    near: causal, ...
+    near: causal; ...
     >>> [(row["variant"], row["seeds"]) for row in result.rows], isinstance(result.verdict("near"), str)
     ([('softmax', 2), ('near', 2)], True)
     """
