@@ -52,7 +52,7 @@ _MEMORY = "out of memory: lower config.batch_size, raise config.optimizer.accumu
 _REMEDIES = {
     "RESOURCE_EXHAUSTED": _MEMORY,
     "MemoryError": _MEMORY,
-    "Could not determine home directory": "~NAME in a path is no user of this machine: write the path in full",
+    "Could not determine home directory": "~NAME in a path is not a user of this machine: write the path in full",
     "nable to initialize backend": "JAX finds no such device: unset JAX_PLATFORMS, or name an available platform",
 }
 

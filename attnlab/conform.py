@@ -88,7 +88,7 @@ def _main(values, names: list[str]) -> int:
 
 def _foreign(names: list[str]) -> str:
     others = set(names) - set(FILES)
-    return f"holds {min(others)}, which is no result of an earlier check" if others else ""
+    return f"holds {min(others)}, which an earlier check did not write" if others else ""
 
 
 def _conform(values, name: str, chosen: list[str]) -> int:

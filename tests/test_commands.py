@@ -68,7 +68,7 @@ def copy(tmp_path):
         ([*SMALL, "--config.checkpoint.dir=/dev/null/kept"], r"checkpoint.dir = .*cannot be written"),
         ([QUICKSTART, "--flagfile=docs/images/compare.png"], r"--flagfile is not UTF-8"),
         ([QUICKSTART, "--config.data.path=~nosuchuser/x"], r"data.path = '~nosuchuser/x': no such file"),
-        ([QUICKSTART, "--config.checkpoint.dir=~nosuchuser/x"], r"~NAME .* no user .*: write the path in full"),
+        ([QUICKSTART, "--config.checkpoint.dir=~nosuchuser/x"], r"~NAME .* not a user .*: write the path in full"),
         ([QUICKSTART, "--import=/dev/zero"], r"/dev/zero: not a regular file"),
         ([QUICKSTART, "--config.model.num_layers=2147483647"], r"num_layers = 2147483647: .* 1 to 10000"),
         (["--config=./" + 300 * "x"], r"File name too long"),

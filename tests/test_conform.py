@@ -76,7 +76,7 @@ def test_folder_with_other_files_or_in_use_is_refused(here, capsys):
     assert "--out=found: another command is running there" in capsys.readouterr().err
     (here / "found" / "mine.txt").touch()
     assert run("mine:right", "--features=causal", "--cases=1", "--out=found") == 2
-    assert "--out=found holds mine.txt, which is no result of an earlier check" in capsys.readouterr().err
+    assert "--out=found holds mine.txt, which an earlier check did not write" in capsys.readouterr().err
 
 
 def test_ignored_mask_exits_with_1_and_shows_the_call(here, capsys):

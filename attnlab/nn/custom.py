@@ -243,7 +243,7 @@ def check_imported(code: Mapping[str, Mapping[str, str]], where) -> None:
 def _add(value, name: str, *source) -> str:
     config = _config_of(value, name)
     if not name.isidentifier() or name in {field.name for field in dataclasses.fields(ModelConfig)}:
-        raise UserError(f"{name!r}: expected a name such as 'mine' that is no field of ModelConfig")
+        raise UserError(f"{name!r}: expected a name such as 'mine' that ModelConfig does not use")
     if name in KINDS and not is_custom(name):
         raise UserError(f"{name!r} is a built-in kind: choose another name")
     if name not in _SOURCES or _SOURCES[name][0] is not value:

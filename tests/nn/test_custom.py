@@ -115,7 +115,7 @@ def test_notebook_copy_has_all_that_a_class_uses_from_its_cells(tmp_path):
         (5, "five", "five is of type int: expected a subclass"),
         (Doubling, "gru", "'gru' is a built-in kind: choose another name"),
         (SoftCap(5.0), "a b", "'a b': expected a name such as 'mine'"),
-        (SoftCap(5.0), "norm", "'norm': expected a name such as 'mine' that is no field of ModelConfig"),
+        (SoftCap(5.0), "norm", "'norm': expected a name such as 'mine' that ModelConfig does not use"),
     ],
 )
 def test_value_that_cannot_be_a_kind_raises_one_line(value, name, message, own_errors):

@@ -116,7 +116,7 @@ def _table(model: GPT, family: str, shapes, prefix=None, transposed: bool = Fals
 
 
 def _renamed(state: Mapping, names: Mapping[str, str]) -> Mapping:
-    """Rename the tensors of a file like those of transformers' modules; `names` as in `Names.file_parts`."""
+    """Give a file's tensors the names that transformers' modules use; `names` as in `Names.file_parts`."""
     order = list(names)
     sources = {}
     for key in state:

@@ -18,7 +18,7 @@ class HGRN2(RecurrentMixer):
 
     In the paper, the lower bounds b grow from layer to layer by a softmax over all layers. Here, layer l of L has
     b = l·e^γ / (l·e^γ + L − l), learned through γ = `lower_bound` `[H, K]`. b starts at l / L, as in the paper, and is
-    always 0 in the first layer. Layers share no parameters, so they can be stacked and used alone.
+    always 0 in the first layer. Layers do not share parameters, so they can be stacked and used alone.
 
     Its cache holds states `[B, H, K, V]` in float32.
 
