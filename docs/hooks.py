@@ -30,7 +30,6 @@ _FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 _PAGES = {  # where the site shows what the README links to outside docs/
     "launch/README.md": "guide/clusters.md",
     "CONTRIBUTING.md": "development.md",
-    "notebooks": "tutorials/index.md",
 }
 # Lines that GitHub shows as a link, or not at all.
 _STUDY = re.compile(r"^\[\w+\]\(\.\./studies/(\w+)\.py\)$", re.MULTILINE)
@@ -45,6 +44,7 @@ def on_files(files, config):
     home = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](").replace('src="docs/', 'src="')
     for target, page in _PAGES.items():
         home = home.replace(f"]({target})", f"]({page})")
+    home = re.sub(r"\]\(notebooks/(\w+)\.ipynb\)", r"](tutorials/\1.md)", home)
     files.append(File.generated(config, "index.md", content=home))
     for source in sorted((ROOT / "notebooks").glob("*.ipynb")):
         page, figures = lessons.render(source)
