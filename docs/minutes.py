@@ -32,7 +32,7 @@ def main():
         row = rf"^(\| `{re.escape(command)}` \|.*\| )[^|]*( \|)$"
         page, replaced = re.subn(row, rf"\g<1>{number}\2", page, flags=re.M)
         changed += replaced
-    page = re.sub(r"(?<=^Minutes on two cores \()[^)]*", processor(), page, flags=re.M)
+    page = re.sub(r"(?<=^Minutes on two cores \().*(?=\), without)", processor(), page, flags=re.M)
     PAGE.write_text(page)
     print(f"{changed} commands in CONTRIBUTING.md have the minutes of {SECONDS.relative_to(ROOT)}")
 

@@ -388,7 +388,7 @@ def _compare(comparison: TaskComparison, runner: training_runs.Runner, command: 
     print("\n".join([*section.sentences, "", str(section.table), "", *report.remarks(comparison, whole.rows)]))
     if section.command:
         print(f"To decide, add seeds: {section.command}")
-    print(f"All columns are in {folder / table.TABLE} and {table.TEXT}, with notes on how to read them.")
+    print(f"All columns are in {folder / table.TABLE}, and notes on how to read the table in {table.TEXT}.")
     sections = [section, *_replicate(comparison, final, measured)]
     workdirs = {name: [folder / point.name for point in points] for name, points in final.items()}
     return _Found(whole.rows, sections, workdirs, failed, _about(comparison, final, measured))

@@ -108,7 +108,7 @@ def _notes(comparison: TaskComparison, rows: Sequence[Mapping], raced: Race | No
     if raced:
         notes.append(
             f"Tokens/s and seconds come from one race of {ROUNDS} rounds, all variants in turn: {raced.hour}, "
-            f"{raced.machine}. A verdict at equal time holds in every round."
+            f"{raced.machine}. A verdict at equal time holds at the lowest, median and highest ratio of speeds."
         )
     if any(row["verdict"] == table.UNTRAINED for row in rows):
         guess = f"a guess among the tokens of a sequence ({rows[0]['blind']:.3f})"

@@ -264,7 +264,12 @@ def _training(over: str) -> list[Column]:
             f"{NATS}, {over}",
             help="After the training time of the fastest variant, at the speeds of the race.",
         ),
-        Column("verdict_at_equal_time", "", lambda of: of.at_time[1], help="If it is the same in every round."),
+        Column(
+            "verdict_at_equal_time",
+            "",
+            lambda of: of.at_time[1],
+            help="At the lowest, median and highest speed ratio of the race; if they disagree, no significant difference.",
+        ),
     ]
 
 
