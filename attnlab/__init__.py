@@ -6,7 +6,7 @@ import pkgutil as _pkgutil
 
 __version__ = "0.1.0"
 
-# Public names are imported when they are first used, so that a command can answer before it loads JAX.
+# Public names are imported on first use, so that a command can answer before it loads JAX.
 _SOURCES = {
     alias.name: node.module
     for node in _ast.parse(_pkgutil.get_data(__name__, "__init__.pyi")).body

@@ -14,7 +14,7 @@ from attnlab import commands
 from attnlab.support import shipped
 from attnlab.support.names import nearest
 
-WORKER = "--worker"  # precedes the name of a module that other processes talk to: see benchmarks/harness/workers.py
+WORKER = "--worker"  # the next word names a module to run for another process: see benchmarks/harness/workers.py
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """The configuration of a run: fields, defaults and their constraints.
 
 An experiment, a file in `configs/`, changes some fields of `default()`; the command line changes others. `completed`
-checks them, and makes the frozen `RunConfig` that all else reads.
+checks them and returns the frozen `RunConfig` that everything else reads.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ from attnlab.support.options import (
     validate,
 )
 
-# Fields that may change between two starts: they change how a run computes, not its results. A text may move, because
-# its content (for a mixture, with its weights) is compared by sha256.
+# Fields that may change when a run is resumed: they set how it computes or when it ends, not what it computes. A text
+# may move, because its content (for a mixture, with its weights) is compared by sha256.
 FREE_TO_CHANGE = (
     "parallel.",
     "checkpoint.",
@@ -48,12 +48,12 @@ FREE_TO_CHANGE = (
     "model.remat",
     "model.scan",
 )
-FORMAT = 2  # of config.json
-# Fields of a run that are named as if they belonged to its model.
+FORMAT = 2  # version of config.json
+# Fields of `RunConfig` whose command-line names begin with "model.".
 _OF_RUN = {"model.vocab_size": "vocab_size", "model.scan": "scan"}
 _PATHS = ("init_from", "data.store", "checkpoint.dir")
 
-# An option has no effect unless other options of its group have these values.
+# Values for `needs`: an option has no effect unless other options of its group have these values.
 _TRAINED = {"tokenizer": tokenizers.TRAINED}
 _MUON, _ADAM = {"name": ("muon",)}, {"name": ("adamw", "muon", "lion")}
 
@@ -199,8 +199,8 @@ class Log:
 class RunConfig:
     """The config of a run, complete and checked, with absolute paths.
 
-    Fields have their command-line names. `model` is a `ModelConfig` in the config's precision, with 1 token until
-    a tokenizer sets the number; `config.model.vocab_size` and `config.model.scan` are fields of the run.
+    Fields have their command-line names, except that `config.model.vocab_size` and `config.model.scan` are `vocab_size`
+    and `scan` here. `model` is in the config's precision, with 1 token if no vocabulary size is known yet.
 
     >>> config = RunConfig.of({"steps": 100, "model.layers": "gated_delta", "model.gated_delta.conv": 2})
     >>> config.steps, config.model.layers[0].conv, config.changed({"model.width": 64}).model.width
@@ -241,7 +241,7 @@ class RunConfig:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """The default config with other values of some fields: see `changed`."""
+        """The default config with some fields changed; see `changed`."""
         return _default().changed(values)
 
     def __post_init__(self):
@@ -254,7 +254,7 @@ class RunConfig:
             raise FieldError("log.peak_tflops", tflops, "expected 1e-6 or more, or 0 to measure it")
         sizes = {"vocab_size": self.vocab_size or 1, "padded_vocab_size": None}
         model = {"dtype": jnp.dtype("bfloat16" if self.precision == "bfloat16" else "float32")} | sizes
-        if any(repr(getattr(self.model, name)) != repr(value) for name, value in model.items()):  # also jnp.float32
+        if any(repr(getattr(self.model, name)) != repr(value) for name, value in model.items()):  # replaces jnp.float32
             object.__setattr__(self, "model", self.model.replace(**model))
         custom.add(self.model.layers)
         try:
@@ -262,7 +262,7 @@ class RunConfig:
         except TypeError as error:
             raise FieldError("model.layers", self.model.layers, f"expected hashable values: {error}") from None
         object.__setattr__(self, "data", _with_name(self.data))
-        for name in _PATHS:  # found from any working directory
+        for name in _PATHS:  # valid in any working directory
             _make_absolute(self, name)
         _check_task(self.data, self.model.context)
         self.profiled()
@@ -271,12 +271,12 @@ class RunConfig:
         """The config with some fields changed; all changes are checked together.
 
         Args:
-          values: by dotted name. "model.layers" takes names of kinds (a kind that the config already has keeps its
-            options), configs, or values for `attnlab.nn.register`. "model.attention.window" sets all layers of a kind,
-            and "model.layers[0].window" sets one layer.
+          values: new values by dotted name. "model.layers" takes names of kinds (a kind that the config already has
+            keeps its options), layer configs, or a value for `attnlab.nn.register`. "model.attention.window" sets an
+            option of all layers of a kind, and "model.layers[0].window" of one layer.
 
         Raises:
-          UserError: an unknown name, an invalid value.
+          UserError: an unknown name or an invalid value.
         """
         known = declared()
         for name in values:
@@ -306,8 +306,8 @@ class RunConfig:
     def fields(self) -> dict[str, Any]:
         """All fields and their values by dotted name, as `changed` accepts them; masks and score mods only if set.
 
-        Options of a kind are named by the kind, "model.attention.window". If layers of one kind have different options,
-        these are named by index, "model.layers[0].window".
+        Options of layers are named by the kind, "model.attention.window"; if the layers of a kind have different
+        options, by the index of each layer, "model.layers[0].window".
         """
         layers, values = self.model.layers, _values(self) | {"model.layers": self.model.kinds}
         for place, layer in enumerate(layers):
@@ -320,7 +320,7 @@ class RunConfig:
         return values
 
     def profiled(self) -> tuple[int, int] | None:
-        """The first and the last step that `log.profile` names, or None; FieldError for steps that the run lacks."""
+        """The first and the last step in `log.profile`, None if it is empty; FieldError for steps that do not exist."""
         if not self.log.profile:
             return None
         match = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", self.log.profile)
@@ -331,7 +331,7 @@ class RunConfig:
         return first, last
 
     def over_tokens(self, vocab_size: int) -> ModelConfig:
-        """The model for a tokenizer's vocabulary, padded to the field `vocab_size`; UserError if that is smaller."""
+        """The model for a tokenizer's vocabulary, padded to the field `vocab_size`; UserError if the field is less."""
         if self.vocab_size is None or self.vocab_size == vocab_size:
             return self.model.replace(vocab_size=vocab_size)
         if self.vocab_size < vocab_size:
@@ -354,7 +354,7 @@ class RunConfig:
             raise UserError(f"config.{error}") from None
 
     def difference(self, before: "RunConfig") -> str:
-        """The first field that prevents resuming a run with the config `before`, and both values; "" for none."""
+        """The first field, with both values, that prevents resuming a run whose config was `before`; "" for none."""
         was, now = before.fields, self.fields
         for field in dict.fromkeys([*was, *now]):
             if not field.startswith(FREE_TO_CHANGE) and not records.same(was.get(field), now.get(field)):
@@ -382,7 +382,7 @@ def _with_name(data: Data) -> Data:
 
 
 def _make_absolute(config: RunConfig, name: str) -> None:
-    """Make a path of a new config absolute, except a URL of checkpoints."""
+    """Make a path absolute in a config under construction; the folder of checkpoints may also be a URL."""
     group, _, field = name.rpartition(".")
     path = getattr(getattr(config, group) if group else config, field)
     if path and not (field == "dir" and "://" in path):
@@ -403,7 +403,7 @@ def _check_task(data: Data, context: int) -> None:
 
 
 def declared() -> dict[str, Option]:
-    """The options of a config by dotted name, custom kinds of layers included."""
+    """The options of a config by dotted name, including custom kinds of layers."""
     by_name, layers = dict(options(RunConfig)), "kinds of the layers in one period, as in 'gated_delta*3 attention'"
     by_name |= {name: by_name.pop(field) for name, field in _OF_RUN.items()}
     by_name["model.layers"] = Option(f"{layers}; one word for all layers", (str,), "attention", None, None, ())
@@ -435,7 +435,7 @@ def completed(config: ConfigDict | RunConfig) -> RunConfig:
     if not isinstance(config, ConfigDict):
         raise UserError(f"config = {config!r}: expected a RunConfig, such as RunConfig.of({{…}}), or a ConfigDict")
     values, known = _flat(json.loads(config.to_json_best_effort())), declared()
-    kinds = tuple(f"model.{kind}." for kind in KINDS)  # some of them may be newer than the config
+    kinds = tuple(f"model.{kind}." for kind in KINDS)  # a kind may be newer than the config
     for field in known:
         if field not in values and not field.startswith(kinds):
             raise UserError(f"config.{field} is missing: start from attnlab.config.default()")
@@ -460,7 +460,7 @@ def to_json(config: RunConfig, **metadata) -> str:
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
-    """The format and the fields of a config as values of JSON; arrays are named, see `attnlab.nn.records`."""
+    """The format and the fields of a config as JSON values; arrays appear by name, see `attnlab.nn.records`."""
     layers = list(map(records.of_layer, config.model.layers))
     return {"format": FORMAT} | _nested(_values(config) | {"model.layers": layers})
 
@@ -497,7 +497,7 @@ def _flat(tree, prefix="") -> dict:
 
 
 def unknown(field: str) -> str:
-    """Why a name is not a field, with the name of a similar field; "" if it is a field."""
+    """The error for a name that is not a field, with the name of a similar field; "" if it is a field."""
     known = declared()
     if field in known or re.match(rf"model\.({'|'.join(KINDS)}|layers\[\d+\])(\.|$)", field):
         return ""

@@ -6,14 +6,14 @@
 
 Each feature is right, wrong (the smallest failing call is printed as code), ignored (the output is the same without
 it), refused, or slow (memory grows with Tq·Tk). Without --adapter the function is called with keyword arguments, like
-`attnlab.attention`; functions of jax.nn, Flax, tokamax and torch have adapters of their own. Modules in the current
+`attnlab.attention`; for functions of jax.nn, Flax, tokamax and torch, adapters are built in. Modules in the current
 folder can be named. If the function ends its process, or does not return within --timeout seconds, this is reported and
 the check continues. The function's output is not shown. If several features have the same fault, one failing call is
 printed. With --recurrence the function is called like `attnlab.linear_recurrence`. float32 products have the precision
 "highest", unless JAX_DEFAULT_MATMUL_PRECISION sets another.
 
 --out writes the results to `conformance.json` and `conformance.html`. The exit code is 1 if a feature is wrong or
-ignored, 2 for an error, or if everything was refused. `python -m attnlab.conform` is the same command.
+ignored, and 2 for an error or if everything was refused. `python -m attnlab.conform` is the same command.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from attnlab.testing import report
 from attnlab.testing.report import Row
 
 FILES = ("conformance.json", "conformance.html")
-START = 60.0  # extra seconds for the imports of a check
+START = 60.0  # extra seconds in which the checking process imports its modules
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -116,7 +116,7 @@ def _conform(values, name: str, chosen: list[str]) -> int:
 
 
 def _calls(values) -> dict | None:
-    """The type and the sizes (length, features, values) of the calls of a recurrence; None for attention."""
+    """The type and the sizes (length, features of keys, of values) of a recurrence's calls; None for attention."""
     present = [name for name in ("lengths", "head_dims", "dtype") if values[name].present]
     if present and not values.recurrence:
         raise UserError(f"--{present[0]} is for a linear recurrence: add --recurrence, or remove it")
@@ -133,7 +133,7 @@ def _calls(values) -> dict | None:
 def checked(request: dict, features: list[str], timeout: float) -> tuple[str, list[Row], dict[str, str]]:
     """(version, rows, meanings) of a check in another process, which is restarted if the function ends it.
 
-    If the process is silent for `timeout` seconds, it is killed and the feature is wrong.
+    If the process is silent for `timeout` seconds, it is killed, and the feature counts as wrong.
     """
     version, rows, meanings, left, name = None, [], {}, list(features), request["function"]
     width = max(map(len, features))
@@ -202,7 +202,7 @@ def _environment() -> dict[str, str]:
 
 
 def columns(likes: Mapping[str, str]) -> list[Column]:
-    """The columns of a check; a feature with the same fault as an earlier one refers to it."""
+    """The columns of a check's table; a feature that repeats the fault of an earlier feature refers to that feature."""
 
     def why(row: Row) -> str:
         return f"like {likes[row.feature]}: {row.fault}" if row.feature in likes else row.why
@@ -220,7 +220,7 @@ def columns(likes: Mapping[str, str]) -> list[Column]:
 
 
 def section(rows: list[Row], meanings: Mapping[str, str]) -> page.Section:
-    """The page of a check: its table, and the smallest failing call of each fault."""
+    """A check's section of a page: its table, and the smallest failing call for each fault."""
     likes = report.likes(rows)
     return page.Section(
         "Features",

@@ -1,4 +1,4 @@
-"""Experiments: Python files whose function `get_config` returns a config; a file in `configs/` has a name."""
+"""Experiments: Python files whose function `get_config` returns a config; files in `configs/` go by a short name."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +27,7 @@ def names() -> list[str]:
 def find(experiment: str) -> str:
     """The path of an experiment with its variant, from its name or path.
 
-    A path has a slash or ends in ".py", so that a file or folder in the current folder never replaces a name.
+    A path has a slash or ends in ".py", so that a file or folder in the current folder never hides a name.
     """
     name, colon, variant = experiment.partition(":")
     known = files()

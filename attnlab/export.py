@@ -1,12 +1,12 @@
-"""Write a trained model as a folder for `transformers`, and for everything else that reads its format.
+"""Write a trained model as a folder for `transformers`, and for other programs that read its format.
 
     attnlab export --workdir=runs/gpt2_finetune --to=FOLDER
     attnlab export --workdir=runs/gpt2_finetune --to=FOLDER --step=best --dtype=bfloat16
 
 The folder has config.json and model.safetensors and, if the model has a tokenizer, tokenizer.json and
 tokenizer_config.json. `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it, and so do `attnlab sample`, `see`, and
-`config.init_from`. The model must belong to a family of transformers, as gpt2_124m, llama_tiny, and runs initialised
-from such a model do.
+`config.init_from`. The model must belong to a family of transformers: gpt2_124m and llama_tiny do, and so do runs
+initialised from models of such a family.
 `python -m attnlab.export` is the same command.
 """
 

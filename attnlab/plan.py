@@ -3,9 +3,9 @@
     attnlab plan --config=gpt2_124m --topology=v5e:4x4
     attnlab plan --config=gpt2_124m --topology=h100:8 --config.parallel.mesh.fsdp=8 --json=plan.json
 
-The device's own compiler compiles the training and evaluation steps; nothing is run. The table shows the memory that
-they need on one device; the launches, bytes and FLOPs of a training step, and the least time that these take; the
-attention backend, its kernels, and the collectives. TPUs need libtpu (pip install 'jax[tpu]'), H100s need JAX's CUDA
+The device's compiler compiles the training and evaluation steps; nothing is run. The table shows the memory that both
+steps need on one device; the launches, bytes and FLOPs of a training step, and the least time that they take; the
+attention backend, the kernels, and the collectives. TPUs need libtpu (pip install 'jax[tpu]'), H100s need JAX's CUDA
 plugin (pip install 'jax[cuda13]'); --topology=here needs neither.
 
 The exit code is 0 if the run fits, or if that is unknown; 1 if it does not fit; 2 for an error.
@@ -15,7 +15,7 @@ The exit code is 0 if the run fits, or if that is unknown; 1 if it does not fit;
 import os
 import sys
 
-if "jax" not in sys.modules:  # XLA reads this when it is loaded; otherwise it warns of memory
+if "jax" not in sys.modules:  # XLA reads this when it is loaded; without it, XLA logs warnings about memory
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import functools
@@ -54,7 +54,7 @@ def _main(values, own_process: bool) -> int:
     file = None if values.json is None else new_file("--json", values.json)
     topology = topologies.find(values.topology)
     if own_process:
-        jax.config.update("jax_enable_compilation_cache", False)  # because hits would hide the seconds of compiling
+        jax.config.update("jax_enable_compilation_cache", False)  # because cache hits would hide the compile time
     planned = plans.plan(config, topology, values.vocab_size, name)
     print(table(planned), flush=True)
     if file is not None:

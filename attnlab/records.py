@@ -18,17 +18,17 @@ def metrics(workdirs: str | Path | Iterable[str | Path], split: str = "") -> dic
     """The records of runs as columns, one row for each line of their `metrics.jsonl`.
 
     Args:
-      workdirs: the folder of a run, a glob such as "runs/sweep/*", or several of both; other matches of a glob are
-        ignored.
-      split: "train", "val", "final" or "diverged" for only such records.
+      workdirs: the folder of a run, a glob such as "runs/sweep/*", or several of either; if a glob also matches other
+        folders, these are ignored.
+      split: "train", "val", "final" or "diverged" to select such records; "" for all.
 
     Returns:
-      Arrays of equal length by name: "run" (the name of its folder; the path where two have the same name), "step",
-      "split", "loss" (nats per token) and all other fields of the records. Numbers are float64 and steps int64; NaN, or
-      "" in columns of text, where a record has no such field.
+      Arrays of equal length by name: "run" (the name of its folder, or the path if two folders have the same name),
+      "step", "split", "loss" (nats per token) and all other fields of the records. Numbers are float64 and steps int64.
+      A field that a record lacks is NaN, or "" in a column of text.
 
     Raises:
-      UserError: a folder without a `metrics.jsonl`, a glob that matches none, a damaged file.
+      UserError: a folder without a `metrics.jsonl`, a glob that matches no run, or a damaged file.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp()) / "sancho"

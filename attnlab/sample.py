@@ -5,10 +5,10 @@
     attnlab sample --workdir=runs/quickstart --prompts=prompts.jsonl --out=texts.jsonl
     attnlab sample --workdir=runs/quickstart --score=text.txt
 
-The second folder holds a Hugging Face model: `config.json`, `model.safetensors`, and its tokenizer files.
+In the second line, gpt2 is the folder of a Hugging Face model: `config.json`, `model.safetensors`, and tokenizer files.
 `python -m attnlab.sample` is the same command.
 
-The text is printed while it is generated, and may have any length. Beyond the model's context, models with learned or
+The text is printed while it is generated, and may have any length. If it outgrows the context, models with learned or
 sinusoidal positions keep the last half of the context and prefill it again; with rotary, alibi or no positions the
 cache rolls; the state of recurrent layers has a constant size and simply continues. If the prompt is longer than the
 context, only its end is read. A text ends after max_tokens tokens, before a stop string, or at the model's end-of-text
@@ -129,7 +129,7 @@ def _options(values, run: Run) -> dict:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     draw = Draw(**{name: values[name].value for name in names}, vocab_size=run.tokenizer.vocab_size)
     stop = [string.replace(r"\n", "\n").replace(r"\t", "\t") for string in values.stop]
-    # Errors are raised before anything is written.
+    # Check the stop strings before anything is written.
     StopStrings(stop, run.tokenizer)
     end = run.tokenizer.end_of_text if values.end_of_text else ()
     options = {"max_tokens": values.max_tokens, "draw": draw, "stop": stop, "end": end}
@@ -137,7 +137,7 @@ def _options(values, run: Run) -> dict:
 
 
 def _print_text(text: str, end: str = "\n") -> None:
-    """Print a text of a model; on a terminal, control characters are shown and not obeyed."""
+    """Print a model's text; on a terminal, control characters are shown instead of executed."""
     print(shown(text), end=end, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Score mods: changes of the attention scores before the softmax. See `attnlab.ops.score_mods`."""
+"""Score mods: changes to the attention scores before the softmax. See `attnlab.ops.score_mods`."""
 
 from attnlab.ops.score_mods import ALiBi, Forget, RelativeBias, ScoreFn, ScoreMod, SoftCap, alibi_slopes
 

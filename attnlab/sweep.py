@@ -87,11 +87,11 @@ def sweep(
     Args:
       configs: the config of each run.
       workdir: receives the runs, the table `runs.csv`, `groups.csv` if seeds vary beside other fields, and plots.
-      jobs: processes at a time; 0 trains in this process, as is necessary for values that exist only here.
-      together: how many runs of one program are trained as one; "auto": all on a GPU, one on CPUs.
+      jobs: processes at a time; 0 trains in this process, which is necessary if a layer or mask is defined only here.
+      together: how many runs with the same compiled program train at once; "auto": all on a GPU, one on CPUs.
 
     Returns:
-      a record for each run, the lowest final loss first, and failed runs last, with their "error".
+      A record for each run, the lowest final loss first; failed runs come last, with their "error".
 
     Raises:
       UserError: an unusable config or folder, before any run.
@@ -118,7 +118,7 @@ def sweep(
 @versions.taken_once()
 @shared_programs()
 def _trained(points: list[grid.Point], folder: Path, about: dict, **runner) -> tuple[list[dict], dict[str, str]]:
-    """Train runs, and print and write their tables; return the table, and the errors of failed runs by name."""
+    """Train runs, then print and write their tables; return the records, and the errors of failed runs by name."""
     finished = {point.name for point in points if train.is_finished(point.config, folder / point.name)}
     with training_runs.claimed(folder, MARKER, about) as lock:
         failed = training_runs.Runner(len(points), lock=lock, **runner).train(points, finished, folder)

@@ -72,9 +72,9 @@ class TrainedRun(NamedTuple):
 
     Attributes:
       workdir: its folder.
-      loss: on the validation text, in nats per token, at the end of training or of the evaluation; None if a signal
-        stopped the run, and after training in all processes but the first, which writes the records.
-      signal: the number of the signal that stopped and saved it; 0 for none.
+      loss: validation loss in nats per token, at the end of training or from the evaluation; None if a signal stopped
+        the run. After training, only the first process has it, because that process writes the records.
+      signal: the number of the signal after which the run was saved and stopped; 0 for none.
       overrides: the user's model and optimizer.
     """
 
@@ -89,7 +89,7 @@ class TrainedRun(NamedTuple):
         return metrics.read(self.workdir / "metrics.jsonl")
 
     def load(self, step: int | str = "latest") -> Run:
-        """Load the run by `attnlab.load`, with the user's model."""
+        """Load the run as `attnlab.load` does, with the user's model."""
         return load(self.workdir, step, model=self.overrides.model)
 
 
@@ -114,7 +114,7 @@ def train(
         more steps than the run in `workdir`, the run is extended.
       workdir: gets `config.json`, `tokenizer.json`, `metrics.jsonl`, `checkpoints/`, TensorBoard events and profiles.
       eval_only: evaluate the newest checkpoint on the validation text, and write nothing.
-      layers: replace `config.model.layers`: configs of layers, or a class, see `attnlab.nn.register`.
+      layers: replace `config.model.layers`: names or configs of layers, or a class; see `attnlab.nn.register`.
       mask, score_mod: for all layers; a function `fn(score, b, h, i, j)` is a score mod as well.
       model: a linen module that replaces the GPT; only `context` of `config.model` is then used. Its only collection
         is `params`. It is called with int32 tokens `[B, T]`; in training also with `deterministic=False` and
@@ -124,10 +124,10 @@ def train(
         parameters are not stacked over layers, unless `config.model.scan` is True.
       on_step: called as `on_step(step, metrics)` after each step, in every process, with float32 scalars on the
         devices: "loss" (nats per token) and "grad_norm" before the update, "param_norm" after it, and "skipped" if
-        `config.on_nonfinite` is "skip". Reading one waits for its call of the devices, which may have several steps.
+        `config.on_nonfinite` is "skip". Reading a scalar waits for its device call, which may cover several steps.
       on_phase: `with on_phase(name)` surrounds each of `attnlab.training.checkpoints.PHASES`.
-      tracker: `tracker(workdir, saved)` makes a `Tracker` of `attnlab.training.trackers` in the first process; `saved`
-        is the content of `config.json`. An error that it raises ends the run.
+      tracker: `tracker(workdir, saved)` returns a `Tracker` of `attnlab.training.trackers`; it is called in the first
+        process, and `saved` is the content of `config.json`. An error that the tracker raises ends the run.
 
     Returns:
       The run, even if a signal stopped it after a save; its `loss` is then None.
@@ -200,7 +200,7 @@ def _print_finished(plan: runs.RunPlan) -> None:
 
 
 def _evaluated(run: runs.OpenRun) -> float:
-    """The loss of a run's state on the validation text; the first process prints it."""
+    """Evaluate a run on the validation text and return the loss; the first process prints it."""
     if jax.process_index() == 0:
         status.show("evaluating")
     (scores,) = run.program.evaluate(run.state.evaluated, run.text.validation)
@@ -230,7 +230,7 @@ def _main(values, own_process: bool, **hooks) -> int:
         compilation.release_memory()
     custom.check_used(values["import"].value, config.model.used)
     status.show("starting the devices")
-    processes.connect(config.parallel.timeout)  # a plan needs all processes
+    processes.connect(config.parallel.timeout)  # `runs.resolve` needs all processes
     workdir = values.workdir or Path("runs") / name
     run = _train(config, workdir, eval_only=values.eval_only, own_process=own_process, **hooks)
     return 128 + run.signal if run.signal else 0

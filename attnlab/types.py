@@ -1,7 +1,7 @@
-"""Types of annotations."""
+"""Types for annotations."""
 
 import jax
 import numpy as np
 
-Array = jax.Array | np.ndarray  # JAX takes NumPy's arrays wherever it takes its own
+Array = jax.Array | np.ndarray  # JAX accepts NumPy arrays wherever it accepts JAX arrays
 DType = jax.typing.DTypeLike

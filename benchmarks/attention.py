@@ -126,6 +126,6 @@ def _difference(out: np.ndarray, expected: np.ndarray, dtype) -> tuple[float, fl
     if dtype == np.float32:
         return float(np.abs(out - expected).max()), 1e-4
     # A value is rounded to 8 bits at most four times (q·scale, scores, probabilities, output), each with a relative
-    # error of at most u = 2⁻⁸; scores are of order 1, so that nothing amplifies the errors. Two outputs may have them
-    # with opposite signs: 8u = 0.03 of the output's norm. One key too many of 257 gives 0.06.
+    # error of at most u = 2⁻⁸; scores are of order 1, so nothing amplifies the errors. In two outputs they may have
+    # opposite signs: 8u = 0.03 of the output's norm. One key too many among 257 gives 0.06.
     return peers.relative_error(out, expected), 8 * peers.UNIT["bfloat16"]

@@ -5,10 +5,10 @@
 Sizes: small (the quickstart's model: 4 layers, 4 heads, width 128, context 64), long (the same with a context of 256),
 learned (small with learned positions, where full contexts are read again) and gpt2 (the shape of GPT-2 small), with
 random weights and temperature 0.8. Eight prompts, from an eighth of a length to the whole length, are continued side
-by side, and one of half that length alone; the time includes reading them. The two alternate.
+by side, and one prompt of half that length alone; the time includes reading the prompts. The two calls alternate.
 
-Figures: tokens_per_second_SIZE_one and …_eight, summed over the texts; ratio_SIZE, the second over the first. Medians
-over rounds, of ratios within a round.
+Figures: tokens_per_second_SIZE_one and …_eight, summed over the texts, medians over rounds; ratio_SIZE, the second
+over the first, the median of the ratios within a round.
 """
 
 import statistics

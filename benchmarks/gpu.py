@@ -14,7 +14,7 @@
 
 Ratios above 1 in the figures mean that attnlab is faster. Only necessary FLOPs count. For the operator, these are two
 matrix products forward and five more backward over the visible pairs, as usual for flash attention. For training, each
-token takes 6 per parameter and 12·layers·width·context, as nanoGPT counts. Without a GPU all sizes are small.
+token takes 6 FLOPs per parameter plus 12·layers·width·context, as nanoGPT counts. Without a GPU all sizes are small.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ CAPTION = (
 
 # Sizes, and the defaults of flags. A benchmark of the operator has `tokens` tokens in all its sequences and `width`
 # features in all its heads, as in the papers on flash attention; the window mask keeps `window` keys before each query;
-# a timed block of the operator lasts `block` seconds, one of training `train_block`.
+# a timed block lasts `block` seconds, but `train_block` in training.
 _GPU = {
     "flags": {"lengths": ["1024", "4096", "16384"], "head_dims": ["64", "128"], "rounds": 7, "batch": 16},
     "tokens": 16384,
@@ -123,7 +123,7 @@ def main(values) -> int:
 
 
 def _run(reports, values, setup, torch, folder, deadline) -> None:
-    """The chosen parts: all checks first; the operator last, because JAX does not return memory, which peers need."""
+    """Run the chosen parts, all checks first, and time the operator last: JAX keeps memory that peers need."""
     lengths, head_dims = (options.whole_numbers(values, name) for name in ("lengths", "head_dims"))
     recurrence, timing = setup["recurrence"], (values.rounds, setup["block"])
     operator = reports.get("operator")
@@ -145,7 +145,7 @@ def _run(reports, values, setup, torch, folder, deadline) -> None:
 
 
 def _cases(reports: dict[str, Report]) -> dict[str, dict]:
-    """The figures as recorded: checks and times of the operator, and of each other part."""
+    """The figures by case, for the record: checks and times, of the operator and of each other part."""
     cases = {}
     for part, report in reports.items():
         prefix = "" if part == "operator" else f"{part} "
@@ -174,7 +174,7 @@ def _check(values, setup) -> None:
 
 @contextlib.contextmanager
 def _torch(values, folder, about):
-    """Start torch in its own process, with its own CUDA libraries; yield None if it is not needed or not installed."""
+    """Yield a function that starts torch in its own process; None if torch is not needed or not installed."""
     if "operator" not in values.only:
         yield None
         return

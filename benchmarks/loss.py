@@ -35,7 +35,7 @@ from attnlab.support.errors import UserError
 
 from .harness import options, tables, workers
 
-PEERS = {  # by name: whether it computes in bfloat16, the end of the names of the ratios over it, and their column
+PEERS = {  # by name: whether it computes in bfloat16, the suffix of its ratios' names, and their column
     "nanoGPT compiled": (False, "", "× nanoGPT float32"),
     "nanoGPT autocast compiled": (True, "_over_autocast", "× nanoGPT autocast"),
 }
@@ -139,7 +139,7 @@ def race(runners: dict[str, Runner], text: corpora.Strings, rounds: int, peer: t
 
 
 def _train(running: dict[str, workers.Worker], runners: dict[str, Runner], rounds: int) -> dict[str, float]:
-    """Training seconds of each, from its second step on, in `rounds` alternating blocks: A B C A B C …"""
+    """Training seconds of each contender, from its second step on, in `rounds` alternating blocks: A B C A B C …"""
     for worker in running.values():
         worker.ask("train", steps=1)
     seconds = dict.fromkeys(running, 0.0)

@@ -1,4 +1,4 @@
-"""Benchmark the linear recurrence against causal softmax attention, forward and forward + backward, over the length.
+"""Benchmark the linear recurrence against causal softmax attention, forward and forward + backward, by length.
 
     python -m attnlab.bench recurrence [--lengths=2048,4096,16384] [--members=gated_delta,gla]
         [--impls=chunked,parallel] [--chunks=16,32,64]
@@ -25,7 +25,7 @@ from attnlab.support import timing
 
 from .harness import options, recording, tables
 
-# Which of the decay and the erasure a member has.
+# By member: its decay (per head or per feature) and its erasure.
 MEMBERS = {
     "plain": (None, None),
     "mamba2": ("head", None),

@@ -2,12 +2,12 @@
 
     python -m attnlab.bench start [--config=sancho:small] [--rounds=5] [--json=start.json]
 
-Each is a process, timed from its start until its output shows the event. Cold: with an empty compilation cache
+Each time runs from the start of a process until its output shows the event. Cold: with an empty compilation cache
 (JAX_COMPILATION_CACHE_DIR); warm: the same command again, with the cache that the cold one has filled. Files are in the
 system's cache in both cases. The default --config is quickstart. The table names the device of the processes, a GPU or
-a CPU. With --record this process uses the device as well, so no process may reserve most of a GPU's memory.
+a CPU. With --record this process uses the device as well, so no process reserves most of a GPU's memory.
 
-Figures: the device, and medians of seconds: import_flax_s (`import jax, flax`), import_attnlab_s (and
+Figures: the device, and medians of seconds: import_flax_s (`import jax, flax`), import_attnlab_s (also
 `from attnlab import *`), start_cold_s, start_warm_s, first_character_cold_s and first_character_warm_s.
 """
 

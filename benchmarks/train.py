@@ -48,7 +48,7 @@ def main(values) -> int:
         peer, figures = (values.peer_path, values.peer_python), cases.setdefault(size, {})
         with workers.started(ours | theirs, size, workers.SIZES[size], *peer) as running:
             steps = workers.calibrate(running, values.seconds)
-            peaks = {name: worker.peak_mib for name, worker in running.items()}  # before the operands of the floor
+            peaks = {name: worker.peak_mib for name, worker in running.items()}  # before the floor's operands exist
             answers, floors = {name: [] for name in running}, {name: [] for name in ours}
             for _ in tables.rounds(size, values.rounds):
                 for name, worker in running.items():

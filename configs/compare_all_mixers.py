@@ -3,9 +3,9 @@
     attnlab compare --config=compare_all_mixers --config.data.path=tinyshakespeare.txt --jobs=2
     attnlab train --config=compare_all_mixers
 
-500 steps and three seeds each, at the best of three learning rates, or of more if the best is at an edge. The width of
-feed-forward layers gives all variants as many parameters. 126 runs or more, an hour on two cores; this comparison has
-not been run to its end. docs/guide/mixers.md has a table with --learning_rates=5e-3 --match=none.
+500 steps and three seeds each, at the best of three learning rates, or of more if the best is the lowest or highest.
+Feed-forward widths are chosen so that all variants have equally many parameters. 126 runs or more, an hour on two
+cores, but never run to the end. The table in docs/guide/mixers.md used --learning_rates=5e-3 --match=none.
 """
 
 from attnlab.config import default

@@ -1,4 +1,4 @@
-"""Five ways to tell a small GPT where a token is, compared: which one reads a text best, and which beyond its context?
+"""Five kinds of positions in a small GPT compared: which has the lowest loss, within the context and beyond it?
 
     attnlab compare --config=compare_positions
     attnlab compare --config=compare_positions --config.data.path=FILE.txt --workdir=runs/mine

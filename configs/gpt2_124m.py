@@ -10,9 +10,9 @@ Sizes, batch and schedule are those with which nanoGPT reproduces GPT-2: half a 
 updates. The tokenizer is a byte-level BPE with up to 50,257 tokens like GPT-2's, but its merges are learned from this
 text. The model pads the vocabulary to 50,304, a multiple of 128.
 
-Memory on an H100: 22.1 GiB, as `attnlab plan --config=gpt2_124m --topology=h100` compiles it (JAX 0.12). Time: 16
+Memory on an H100: 22.1 GiB, according to `attnlab plan --config=gpt2_124m --topology=h100` (JAX 0.12). Time: 16
 sequences took 36.8 ms there (docs/benchmarks.md), so all updates would take 7.7 days.
-Loss, and a run of more than a few seconds: not measured. One step with a tiny batch runs on a CPU:
+Neither the loss nor a run of more than a few seconds has been measured. One step with a tiny batch runs on a CPU:
 
     … --config.steps=1 --config.batch_size=1 --config.optimizer.accumulation=1 --config.eval.windows=1
 """

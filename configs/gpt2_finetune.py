@@ -5,8 +5,8 @@
 
 `init_from` is a folder with the `config.json`, `model.safetensors` and tokenizer files of a GPT-2, Llama, Mistral,
 Qwen, Gemma, OLMo 2 or Phi-3, or the workdir of a run. If it has no tokenizer, choose one, e.g.
-`--config.data.tokenizer=byte`. The model's shape and tokenizer come from there. A context longer than
-`config.model.context` is cut. 200 updates of 8,192 tokens, at a twelfth of the learning rate of pretraining.
+`--config.data.tokenizer=byte`. The model's shape and tokenizer come from there. A longer context is cut to
+`config.model.context`. 200 updates of 8,192 tokens, at a twelfth of `gpt2_124m`'s learning rate.
 Time and result: not measured on GPT-2's weights.
 """
 

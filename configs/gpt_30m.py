@@ -9,9 +9,9 @@ cannot be downloaded, try the Quijote (2 MB) with the Python reference: 0.6 mill
     … --config.data.mixture='quijote=4, python_docs=1' --config.data.validation_fraction=0.1 --config.steps=100
 
 8 layers, 8 heads, width 512, context 512; BPE of 8,192 tokens, learned from the text (`pip install -e '.[data]'`);
-4,600 steps of 256 × 512 tokens. Memory on an H100: 20.4 GiB, as `attnlab plan --config=gpt_30m --topology=h100`
-compiles it (JAX 0.12). Time there: 5.5 minutes, computed from 1.9e8 FLOPs a token at 35 % of 989 TFLOP/s, without
-reading and tokenizing (docs/guide/data.md). Time and loss have not been measured, on either text, and nothing is tuned.
+4,600 steps of 256 × 512 tokens. Memory on an H100, by `attnlab plan --config=gpt_30m --topology=h100` with JAX 0.12:
+20.4 GiB. Time there: 5.5 minutes, computed from 1.9e8 FLOPs a token at 35 % of 989 TFLOP/s, without reading and
+tokenizing (docs/guide/data.md). Neither time nor loss has been measured on either text, and nothing is tuned.
 Three steps with a tiny batch run on a CPU:
 
     … --config.steps=3 --config.batch_size=2 --config.eval.windows=2
@@ -21,7 +21,7 @@ from attnlab.config import default
 
 
 def get_config():
-    """Layers one by one: on an H100, GPT-2's step then takes 14 % less time than with the layers as a loop."""
+    """Layers are unrolled: on an H100, GPT-2's step takes 14 % less time than with a loop over layers."""
     config = default()
     config.data.name = "text"
     config.data.update(tokenizer="bpe", vocab_size=8192, validation_fraction=0.01)

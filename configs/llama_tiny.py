@@ -3,7 +3,7 @@
     attnlab train --config=llama_tiny
     attnlab train --config=llama_tiny --config.data.path=FILE.txt
 
-2,000 steps of 12 × 64 tokens, as in the quickstart, and as many parameters to 0.04 %. Validation loss in nats per
+2,000 steps of 12 × 64 tokens, as in the quickstart, and as many parameters, within 0.04 %. Validation loss in nats per
 character: Python docs 1.235 (the quickstart 1.254), Shakespeare 1.688 (1.716), Quijote 1.522 (1.542).
 """
 
@@ -17,7 +17,7 @@ def get_config():
     model.norm = "rms"
     model.mlp = "gated"
     model.activation = "silu"  # SwiGLU
-    model.mlp_ratio = 3.0  # three matrices instead of two, and the weights that grouped heads save
+    model.mlp_ratio = 3.0  # 3 · 3 = 2 · 4 + 1: three matrices instead of two, and the weights that grouped heads save
     model.attention.kv_heads = 2
     model.attention.qk_norm = False
     model.norm_epsilon = 1e-5

@@ -1,4 +1,4 @@
-"""Associative recall of four mixers: github.com/rkstgr/linear-attention, level 1.
+"""Associative recall of four mixers, as in github.com/rkstgr/linear-attention, level 1.
 
     attnlab compare --config=replicate_mqar
     attnlab train --config=replicate_mqar --config.data.name="task:recall pairs=4 symbols=511 queries=spread"
@@ -7,7 +7,7 @@ Four pairs, and each key once more among noise: the easiest sequences of Arora e
 
 Twelve runs, 25 minutes with `--jobs=2` on two cores of an AMD EPYC (family 25, model 17), other work running. Accuracy,
 mean of three seeds ± 95 % interval: attention 0.899 ± 0.005, delta 0.019 ± 0.032, gated_delta 0.004 ± 0.002, linear
-0.038 ± 0.009: not trained far enough.
+0.038 ± 0.009: the models are not trained far enough.
 """
 
 from attnlab.config import default

@@ -1,4 +1,4 @@
-"""Parity of longer sequences than those trained on: Grazzi et al. 2025 (arXiv 2411.12537), table 3.
+"""Parity of longer sequences than in training: Grazzi et al. 2025 (arXiv 2411.12537), table 3.
 
     attnlab compare --config=replicate_state_tracking
     attnlab train --config=replicate_state_tracking --config.data.name=task:parity --config.model.context=40
@@ -20,7 +20,7 @@ PUBLISHED = {
     "parity": {
         "source": "Grazzi et al. 2025 (arXiv 2411.12537), table 3, parity, as accuracies: (1 + scaled accuracy) / 2",
         "results": {"attention": 0.511, "delta": 0.5085, "delta to 2": 1.0},
-        "margin": 0.016,  # two standard errors of a difference near 1/2 of 8,192 sequences each
+        "margin": 0.016,  # two standard errors of a difference between accuracies near 1/2 of 8,192 sequences each
         "length": 4,
         "differs": (
             "an answer at each digit, not only at the last; sequences of one length (theirs: 40 to 256 digits); "

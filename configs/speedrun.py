@@ -13,7 +13,7 @@ VARIANTS = ("budget", "fast")
 
 
 def get_config(variant="budget"):
-    """`budget`: the lowest loss after 2,000 steps of 12 × 64 tokens; `fast`: nanoGPT's loss after as many, sooner."""
+    """`budget`: the lowest loss after 2,000 steps of 12 × 64 tokens; `fast`: nanoGPT's loss at that point, sooner."""
     if variant not in VARIANTS:
         raise ValueError(f"speedrun:{variant} is unknown{nearest(variant, VARIANTS)}: use one of {', '.join(VARIANTS)}")
     config = default()

@@ -139,7 +139,7 @@ def _hits(model, params, batch):
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if 95 % are aligned for each task, layer and seed, at trained and at held-out lengths."""
+    """Held if 95 % of outputs are aligned for each task, layer and seed, at trained and at held-out lengths."""
     parts = []
     for kind in KINDS:
         for layer in LAYERS:

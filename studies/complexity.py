@@ -158,7 +158,7 @@ def layer_call(module, n, d):
 
 @functools.cache
 def gru_step(d):
-    """The compiled program of one step; its state is an argument, because XLA drops half of the products for zeros."""
+    """The compiled program of one step. Its state is an argument: for constant zeros XLA drops half of the products."""
     x, gru = jnp.zeros((1, 1, d)), GRU()
     params = gru.init(jax.random.key(0), x)
     return compiled_for(lambda x, cache: gru.apply(params, x, cache=cache), x, gru.init_cache(1, d))
@@ -280,7 +280,7 @@ def exponents(rows: list[dict], value: str = "flops") -> dict[str, tuple[float, 
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if fitted powers are within 5 % of the printed ones, steps and paths match them, and time is linear."""
+    """Held if powers are within 5 % of the printed powers, steps and paths are as printed, and time is linear."""
     fitted = exponents(rows)
     parts = []
     for layer, expected in EXPONENTS.items():

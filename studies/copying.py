@@ -165,7 +165,7 @@ def beyond(rows: list[dict], task: str, positions: str, trained: bool = False) -
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if, in both tasks, all models master the trained lengths and those without positions lead beyond."""
+    """Held if, in each task, all models master the trained lengths, and models without positions lead beyond them."""
     parts, kinds = [], list(dict.fromkeys(r["positions"] for r in rows))
     for task in dict.fromkeys(r["task"] for r in rows):
         known = {kind: np.mean(beyond(rows, task, kind, trained=True)) for kind in kinds}

@@ -185,7 +185,7 @@ def _at(rows, kind, items, value) -> list[float]:
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if each seed is sharp and right at 16 items, and neither at 4,096, where its weights are as predicted."""
+    """Held if each seed is sharp and right at 16 items and less so at 4,096, as predicted, and both remedies help."""
     few, many = LENGTHS[0], LENGTHS[-1]
     plain = [r for r in rows if r["kind"] == PLAIN]
     spread = Interval.of(_at(rows, PLAIN, many, "spread"))

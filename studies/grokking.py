@@ -148,7 +148,7 @@ def first_steps(rows: list[dict], kind: str, value: str, least: float) -> list[i
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if all seeds memorise, then grok, with five frequencies that are stronger than the controls'."""
+    """Held if all seeds memorise, then grok, with more power in five frequencies than controls; no control groks."""
     last = max(r["step"] for r in rows)
 
     def at(kind, step, value):

@@ -158,7 +158,7 @@ def _ablations(model, params, untrained, text):
     tokens = text.tokens[:, :-1]
     pattern = jax.jit(lambda params: see.capture(model, params, tokens).stack("pattern"))
     scored = see.scores(pattern(params), tokens, ("induction",), untrained=pattern(untrained))
-    # Some heads are only a hundredth above the untrained model: count those with most of their weight on targets.
+    # Some heads score only 0.01 more than the untrained model: count heads with most of their weight on targets.
     induction_heads = [at for at in scored.heads("induction") if scored.values["induction"][at] > 0.5]
     heads = list(itertools.product(range(model.config.num_layers), range(model.config.num_heads)))
     others = list(itertools.combinations([at for at in heads if at not in induction_heads], len(induction_heads)))

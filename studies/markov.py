@@ -130,7 +130,7 @@ def divergence(p, log_q):
 
 
 def measure(options: Options) -> list[dict]:
-    """One row per seed, condition and look: the divergence from each predictor, and of the first two from the third."""
+    """One row per seed, condition and look: divergences from each predictor, and of uniform and unigram from bigram."""
     size = FAST if options.fast else FULL
     advance = options.progress(len(CONDITIONS) * size.seeds * size.steps)
     return [row for condition in CONDITIONS for row in _measure(condition, size, advance)]

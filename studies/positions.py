@@ -45,7 +45,7 @@ class Reader(nn.Module):
         x = WIDTH**0.5 * nn.Embed(self.vocab_size + 1, WIDTH, name="embed")(tokens)
         places = jnp.arange(tokens.shape[1])
         if self.positions == "learned":
-            # On the scale of the embeddings: smaller ones would have no effect.
+            # On the scale of the embeddings: smaller vectors would have no effect.
             x = x + LearnedPositions(CONTEXT, WIDTH, embedding_init=nn.initializers.normal(1.0))(places)
         elif self.positions == "sinusoidal":
             x = x + sinusoidal(places, WIDTH)
@@ -62,7 +62,7 @@ class Reader(nn.Module):
 
 
 def losses(model: Reader, params, tokens, hidden):
-    """Loss in nats `[B, T]` of next characters; without a causal mask, loss of all characters, `hidden` ones masked."""
+    """Loss in nats `[B, T]` of next characters; without a causal mask, of all characters, those in `hidden` masked."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if not model.causal:
         inputs, targets = jnp.where(hidden, model.vocab_size, inputs), inputs

@@ -173,7 +173,7 @@ def rises(rows: list[dict], order: str, kept: int) -> list[float]:
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if in each seed most heads can go, more than in random order, and half as cheaply as by training without."""
+    """Held if in each seed most heads can go, more than at random, and removing half is no worse than training half."""
     free, at_random = removable(rows, GREEDY), removable(rows, RANDOM)
     counts = {order: Interval.of(removable(rows, order)) for order in (GREEDY, SINGLE, RANDOM, ZERO)}
     more = Interval.of([a - b for a, b in zip(free, at_random)])

@@ -69,7 +69,7 @@ class Weights(NamedTuple):
 
 
 def norm(x: np.ndarray) -> float:
-    """The composite norm √(‖x‖₁ ‖x‖∞): of the largest column sum and the largest row sum of absolute values."""
+    """The composite norm √(‖x‖₁ ‖x‖∞), with the largest column sum and the largest row sum of absolute values."""
     return float(np.sqrt(np.linalg.norm(x, 1) * np.linalg.norm(x, np.inf)))
 
 
@@ -155,7 +155,7 @@ def apply(kind: str, tokens: Tokens, weights: Weights) -> Tokens:
 
 
 def log_bound(tokens: Tokens, weights: Weights) -> tuple[float, float]:
-    """The logarithm of the proof's bound on ‖res‖ after a layer of attention alone, and the spread it assumes ≤ 1.256.
+    """The logarithm of the proof's bound on ‖res‖ after a layer of attention alone, and the spread, assumed ≤ 1.256.
 
     Let δ_i be the largest difference in row i of s²E. Weights p_ij are within 2δ_i q_j of q_j, because eˣ ≤ 1 + 2x up
     to x = 1.256. So the row sums of P − 1qᵀ are at most 2 max δ and its column sums 2 max q Σδ; their product is
@@ -218,7 +218,7 @@ def judge(rows: list[dict]) -> Verdict:
     causal = Interval.of(10 ** np.diff(logs[CAUSAL])[:, -6:].mean(1))
     slope = Interval.of(np.median(slopes(logs[CAUSAL])[:, -6:], axis=1))
     return Verdict.of(
-        # The exponent is 3 to the accuracy that the layers' differing constants allow.
+        # The slope is only about 3, because the constant differs from layer to layer.
         (
             abs(last[ALONE].mean - 3) < 0.1,
             f"attention alone: slope of log distance by layer {last[ALONE]:.3f} over the last layers, 3 in the bound; "
@@ -231,7 +231,7 @@ def judge(rows: list[dict]) -> Verdict:
             f"10^{slack:.1f} times the distance); the assumption fails in {len(bounded) - len(within)} others "
             f"(layers: {', '.join(map(str, early)) or 'none'})",
         ),
-        # Keeping half of the distance at each of twelve layers would lose a factor of 4,096: a tenth is no such decay.
+        # Halving the distance at each of twelve layers would divide it by 4,096: a division by ten is no such decay.
         (kept[SKIPS].low > -1, f"with skips, {LAYERS} layers multiply the distance by 10^{kept[SKIPS]:.2f}"),
         (kept[BOTH].low > -1, f"with skips and MLPs, by 10^{kept[BOTH]:.2f}"),
         (abs(last[MLPS].mean - 3) < 0.1, f"with MLPs and no skips the slope is {last[MLPS]:.3f} as well"),

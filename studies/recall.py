@@ -144,7 +144,7 @@ def _right(model, params, test):
 
 
 def needed(rows: list[dict], mixer: str) -> dict[int, int | float]:
-    """For each number of pairs, the smallest width with a mean recall of `ENOUGH`; infinity if no width has it."""
+    """For each number of pairs, the smallest width whose mean recall is at least `ENOUGH`; infinity if none is."""
     chosen = [r for r in rows if r["mixer"] == mixer]
     widths = {}
     for pairs in sorted({r["pairs"] for r in chosen}):
@@ -154,7 +154,7 @@ def needed(rows: list[dict], mixer: str) -> dict[int, int | float]:
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if softmax attention needs the same width for any number of pairs, and linear attention needs ever more."""
+    """Held if softmax attention always needs one width, linear attention more for more pairs, and the others more."""
     widths = {mixer: needed(rows, mixer) for mixer in MIXERS}
     soft, linear = (list(widths[mixer].values()) for mixer in (SOFTMAX, LINEAR))
     most = max(PAIRS)
@@ -180,7 +180,7 @@ def judge(rows: list[dict]) -> Verdict:
         ),
     ]
     for mixer in _others(rows):
-        widest = max(r["width"] for r in rows if r["mixer"] == mixer)  # measured as far as softmax attention needs
+        widest = max(r["width"] for r in rows if r["mixer"] == mixer)  # must reach softmax attention's width
         parts.append(
             (widths[mixer][most] > soft[-1] and widest >= soft[-1], f"{mixer} {_in_words(rows, widths, mixer)}")
         )

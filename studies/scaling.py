@@ -50,7 +50,7 @@ def measure(options: Options) -> list[dict]:
                         "jacobian_norm": float(norm.mean()),
                     }
                 )
-            advance(int(width))  # the time is mostly for drawing queries and keys
+            advance(int(width))  # drawing queries and keys takes most of the time
     return rows
 
 
@@ -62,7 +62,7 @@ def _scores(draw, simulations, width):
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if the variance is d_k, and the norm is constant only with √d_k but rises, then falls, without scaling."""
+    """Held if the variance grows as d_k, only √d_k keeps the norm constant, and unscaled the norm rises, then falls."""
     norms, variances = (
         {
             name: {d: np.mean(v) for d, v in table([r for r in rows if r["scale"] == name], "d_k", value).items()}

@@ -70,7 +70,7 @@ def backcopy(
     Args:
       vocab_size: tokens are 0 … vocab_size − 1.
       triggers: number of trigger tokens.
-      rate: probability that a trigger follows another token.
+      rate: probability that a trigger follows a token that is neither a trigger nor the first.
     """
     check_least(batch_size=batch_size, length=length, triggers=triggers)
     check_least(triggers + 3, vocab_size=vocab_size)

@@ -81,7 +81,7 @@ def _ratios(rows, layer):
 
 
 def judge(rows: list[dict]) -> Verdict:
-    """Held if all four get a gradient at once, and that of Q and K starts below a twentieth and grows tenfold."""
+    """Held if all matrices get gradients at once, and the ratio of Q, K to V, W starts below 1/20 and grows tenfold."""
     parts = []
     last = max(row["step"] for row in rows)
     for layer in range(LAYERS):

@@ -1,4 +1,4 @@
-"""Measure a variant on its finished runs, in a separate process: see `measuring`."""
+"""Measure or race variants on their finished runs, in a separate process: see `measuring`."""
 
 import sys
 

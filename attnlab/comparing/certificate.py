@@ -12,8 +12,8 @@ from attnlab.nn.layer import LayerConfig
 from attnlab.nn.multihead import MultiHeadAttention
 from attnlab.testing import SHAPES, Row, check_attention, check_recurrence
 
-# The features of `attnlab.testing.RECURRENCE_FEATURES` that each kind of layer uses. GRU and convolutions are neither
-# attention nor the recurrence, so they have no specification here.
+# The features of `attnlab.testing.RECURRENCE_FEATURES` that each kind of layer uses. GRU and convolutions use neither
+# attention nor the linear recurrence, so they have no specification here.
 RECURRENCES = {
     "linear": ("plain", "state"),
     "retention": ("decay", "state"),
@@ -30,11 +30,11 @@ CASES = 2  # per feature
 
 
 def certify(model: GPT) -> dict:
-    """Certify a model's operators, in the form that a comparison records.
+    """Check a model's operators, and return the results as a comparison records them.
 
     Returns:
-      conforms: whether all operators are right; None if none has a specification.
-      worst: the largest error in units of its bound; None if none has a specification.
+      conforms: whether all operators are right; None if no operator has a specification.
+      worst: the largest error in units of its bound; None if no operator has a specification.
       features: names of the checked features, by kind of layer; a second layer of one kind is "KIND 2".
       wrong: a sentence for each failed check.
     """

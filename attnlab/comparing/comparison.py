@@ -36,7 +36,7 @@ from attnlab.training.program import shared_programs
 from attnlab.training.workdir import read_config
 
 MARKER, PAGE = "comparison.json", "comparison.html"
-# Distance from the first compared seed to the first tuning seed; neither count can reach the other's seeds.
+# Distance from the first compared seed to the first tuning seed. Seed counts are at most this, so no seed serves twice.
 TUNING = statistics.MOST_SEEDS
 # Defaults for comparisons; sampling would compile one more program per variant.
 DEFAULTS = {"sample.length": 0, "log.tensorboard": False}
@@ -55,7 +55,7 @@ class Comparison:
     """The results of `compare`; a notebook shows the answer and the table.
 
     Attributes:
-      rows: records of all tables, one per variant, with a "task" if there are several: see docs/guide/comparing.md.
+      rows: records of all tables, one per variant; with several tasks, each has a "task": see docs/guide/comparing.md.
       sentences: the answer, a sentence for each variant but the first.
       page: path of the full report, `comparison.html`.
       failed: errors of failed runs, by name.
@@ -79,14 +79,14 @@ class Comparison:
         }
 
     def verdict(self, variant: str, task: str | None = None) -> str | None:
-        """The verdict on a variant, such as "better"; None for the first one."""
+        """The verdict on a variant, such as "better"; None for the first variant."""
         rows = {row["variant"]: row["verdict"] for row in self._part(task).rows}
         if variant not in rows:
             raise KeyError(f"{variant!r}{nearest(variant, rows)}: expected one of {', '.join(rows)}")
         return rows[variant]
 
     def table(self, task: str | None = None) -> str:
-        """Format the columns that answer the question as text."""
+        """Format the main columns of a table as text."""
         return self._part(task).sections[0].table.text()
 
     def workdirs(self, variant: str, task: str | None = None) -> list[Path]:
@@ -155,21 +155,21 @@ def compare(
     Args:
       config: the name of an experiment, such as "quickstart"; a `RunConfig`, or a modified `attnlab.config.default()`;
         or a list of command-line words.
-      variants: definitions by name; the others are compared with the first. A definition is config fields, either the
-        mapping `{"model.positions": "alibi"}` or the text "model.positions=alibi"; something that all layers use (a
+      variants: definitions by name; all others are compared with the first. A definition is one of: config fields, as
+        a mapping `{"model.positions": "alibi"}` or as text "model.positions=alibi"; something that all layers use (a
         layer config, a class of layers, a mask, a score mod, or a function of scores, see docs/guide/own.md); or a
         function that takes a `RunConfig` and returns another.
       workdir: the folder for the runs, a table and the page.
-      seeds: number of seeds per variant, 2 to 1,000; the first is the config's seed.
+      seeds: number of seeds per variant, 2 to 1,000; the first seed is the config's.
       tuning_seeds: number of separate seeds that choose the learning rate; None for 3 if runs train together, else 1.
       learning_rates: rates to choose from; by default 1/9, 1/3, 1 and 3 times the config's rate.
       extensions: how many further rates a variant may try while its best rate is the lowest or highest it has tried.
-      tasks: names from `TASKS`, specifications like "task:recall pairs=4", or fields by name; each gets a table.
+      tasks: names from `TASKS`, specifications like "task:recall pairs=4", or config fields by name; one table each.
       match: the size to make equal: "parameters" or "flops" by changing the width of the feed-forward layers, or
         "state" by changing the width of the model; None to change no width.
       match_length: number of tokens at which the state is matched; None for the context.
-      together: how many runs with the same compiled program are trained at once; "auto": all on a GPU, one on CPUs.
-      jobs: number of concurrent processes; 0 trains in this process, as code that exists only here requires.
+      together: how many runs with the same compiled program are trained at once; "auto": all with a single GPU, else 1.
+      jobs: number of concurrent processes; 0 trains in this process, which layers defined in a notebook need.
       check: whether to check custom layers with `attnlab.testing.check_layer` before any run.
 
     Raises:
@@ -203,7 +203,7 @@ def compare(
 
 
 def _call(config, variants: Mapping[str, Any], workdir: str, arguments: Mapping[str, Any], seeds: int) -> str:
-    """Format the call of `compare` with a number of seeds as text."""
+    """Format as text the call of `compare` with this number of seeds."""
     usual = inspect.signature(compare).parameters
     chosen = "".join(f", {name}={x!r}" for name, x in arguments.items() if repr(x) != repr(usual[name].default))
     return f"attnlab.comparing.compare({config!r}, {dict(variants)!r}, workdir={workdir!r}, seeds={seeds}{chosen})"
@@ -225,7 +225,7 @@ def run(
 ) -> Comparison:
     """Train, measure and report the parts of a comparison, in `jobs` concurrent processes, or in this one if 0.
 
-    With `check`, custom layers are checked first. `command(n)` is the command for n seeds.
+    With `check`, custom layers are checked first. `command(n)` returns the command for n seeds.
     """
     first = comparisons[0]
     base = first.protocol.config
@@ -248,7 +248,7 @@ def run(
 
 
 def _given(config) -> tuple[RunConfig, set[str]]:
-    """Return the config from the argument of `compare`, and the fields that the caller set and no task may change."""
+    """Return the config from `compare`'s argument, and the fields that the caller set, which no task may change."""
     if isinstance(config, str):
         return experiments.load(config), set()
     if isinstance(config, list | tuple):
@@ -275,7 +275,7 @@ def parts(
     known_tasks: Mapping[str, Mapping] = {},
     published: Mapping[str, Published] = {},
 ) -> list[TaskComparison]:
-    """Build and check all parts before anything starts; arguments as for `compare`. No task changes `chosen` fields."""
+    """Build and check all parts before any run; arguments as for `compare`. Tasks do not change fields in `chosen`."""
     named_variants = variants_.of_values(variants)
     config.check_effects()
     numbers = {"seeds": (seeds, 2), "tuning_seeds": (tuning_seeds, 1), "extensions": (extensions, 0)}
@@ -318,7 +318,7 @@ def parts(
 
 
 def _tasks(tasks, known: Mapping) -> dict[str, dict[str, Any]]:
-    """Return the fields of each task by name; without tasks {"": {}}, which stands for the config's text."""
+    """Return the fields of each task by name; without tasks {"": {}}, for the config's text or task."""
     known, task_fields = TASKS | dict(known) | (dict(tasks) if isinstance(tasks, Mapping) else {}), {}
     if len(set(tasks)) < len(tasks):
         raise ArgumentError("tasks", tasks, "name each once")
@@ -441,7 +441,7 @@ def _finished(final, folder: Path, failed: Mapping[str, str]) -> dict[str, list[
 
 
 def _about(comparison: TaskComparison, final, measured: Mapping[str, Mapping]) -> dict[str, str]:
-    """Describe how the results were obtained, by name."""
+    """Describe how the results were obtained: texts by name, such as "training" or "machine"."""
     (first, *_), *_ = final.values()
     config, model, workdir = first.config, first.config.model, comparison.folder / first.name
     saved = read_config(workdir) if (workdir / "config.json").exists() else {}

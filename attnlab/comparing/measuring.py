@@ -1,4 +1,4 @@
-"""Measure a variant's costs and its losses beyond the context, on its finished runs; or race several variants.
+"""Measure the costs of a variant's finished runs, and their results beyond the context; or race several variants.
 
 python -m attnlab.comparing [--import=FILE] [--run=FILE] [--race] OUT.json WORKDIR WORKDIR …
 """
@@ -33,7 +33,7 @@ from attnlab.training import text as texts
 from attnlab.training.program import TrainProgram
 from attnlab.training.workdir import Workdir
 
-FURTHEST = 4  # longest context at which losses are measured, in multiples of the training context
+FURTHEST = 4  # longest context for which losses are measured, in multiples of the training context
 TASK_LENGTHS = (1, 2, 4, 8)  # lengths of a task's sequences, in multiples of the training context
 SPANS = ((0, 1), (1, 2), (2, FURTHEST))  # ranges of positions, in multiples of the training context
 
@@ -97,9 +97,9 @@ def _results(runs: list[loading.Run], workdirs: list[Path]) -> dict:
 
 
 def _accuracies(task: named.Task, runs: list[loading.Run]) -> dict:
-    """Measure accuracy at answers in the second half of longer sequences: means over runs, and each run's values.
+    """Measure accuracy in the second half of sequences of several lengths: means over runs, and each run's values.
 
-    The number of answers N at each length is also returned, because unequal accuracies differ by at least 1/N.
+    Also return the number of answers N at each length, because unequal accuracies differ by at least 1/N.
     """
     config, by_length, answers = runs[0].config, {}, {}
     for times in TASK_LENGTHS if extends(runs[0].model) else TASK_LENGTHS[:1]:
@@ -130,7 +130,7 @@ def _accuracy(answer: Callable, batches: HeldOutBatches) -> tuple[float, int]:
 
 
 def _losses_by_position(run: loading.Run, workdir: Path) -> np.ndarray:
-    """Mean loss at each position, `[positions]`, in the longest windows that positions and text allow."""
+    """Mean loss at each position, `[positions]`, in the longest windows that the model and the text allow."""
     for times in range(FURTHEST if extends(run.model) else 1, 1, -1):
         with contextlib.suppress(UserError):  # the text is too short
             return _mean_losses(run, _longer(run.config, times), workdir)
@@ -164,7 +164,7 @@ def _mean_losses(run: loading.Run, config: RunConfig, workdir: Path) -> np.ndarr
 def measure(
     finished: Mapping[str, list[Path]], folder: Path, runner: training_runs.Runner, trained: Sequence[RunConfig]
 ) -> tuple[dict, Race | None]:
-    """Measure the variants one after another, and then race them all; `trained` are their configs."""
+    """Measure the variants one after another, and then race them all; `trained` has a config of each variant."""
     logs = folder / training_runs.LOGS
     files = {
         name: logs / f"{workdirs[0].name}-{protocols.digest(workdirs)}.json" for name, workdirs in finished.items()
@@ -202,7 +202,7 @@ def _measurements(file: Path) -> dict:
 
 
 def _measure_here(name: str, arguments: Sequence[str], logs: Path) -> str:
-    """Measure a variant in this process; return the error if it failed, else ""."""
+    """Measure or race in this process, as `main` with `arguments`; return the error if it failed, else ""."""
     print(name, flush=True)
     with (logs / f"{name}.txt").open("a") as log, contextlib.redirect_stdout(log):
         try:

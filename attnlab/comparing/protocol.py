@@ -1,4 +1,4 @@
-"""The runs of a comparison: learning rates are chosen on one half of the held-out text, losses come from the other."""
+"""The runs of a comparison: half of the held-out text is for choosing learning rates, half for comparing losses."""
 
 import hashlib
 import math
@@ -92,7 +92,7 @@ def has_ended(point: Point, folder: Path) -> bool:
     """Whether a run finished or diverged. Raise UserError if the run in its folder has another config."""
     if (folder / point.name / "config.json").exists():
         saved, steps = read_config(folder / point.name), point.config.steps
-        if saved["steps"] != steps:  # resumed runs would be compared with runs of a single schedule
+        if saved["steps"] != steps:  # a resumed run would have two schedules, a new run only one
             raise UserError(f"{folder} has runs of {saved['steps']} steps, not {steps}: choose a new --workdir")
     return train.is_finished(point.config, folder / point.name) or diverged(folder / point.name)
 

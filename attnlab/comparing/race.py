@@ -1,6 +1,6 @@
-"""Race variants in alternating short runs, and compare losses after equal training time, computed from these speeds.
+"""Race variants: measure their speeds in alternating short runs, and compare their losses after equal training time.
 
-The runs alternate because speeds from different hours say as much about the machine's other work as about the variants.
+The runs alternate because speeds from different hours depend as much on the machine's other work as on the variants.
 """
 
 import datetime
@@ -25,7 +25,7 @@ from attnlab.training import precision
 from attnlab.training import run as runs
 from attnlab.training.workdir import read_run
 
-LONGER = (1, 8)  # contexts at which decoding is timed, in multiples of the training context
+LONGER = (1, 8)  # lengths at which prefill and decoding are timed, in multiples of the training context
 SPEEDS = (
     "train_tokens_per_second",
     *(f"{what}_tokens_per_second_{times}x" for what in ("prefill", "decode") for times in LONGER),
@@ -41,7 +41,7 @@ class Race(NamedTuple):
 
     Attributes:
       machine, hour: where and when the speeds were measured.
-      speeds: tokens per second in each round, by the name of a run's folder and by table column.
+      speeds: tokens per second in each round, by the name of a run's folder, then by table column.
     """
 
     machine: str
@@ -86,7 +86,7 @@ def _training(workdir: Path) -> Callable[[], float]:
 
 
 def _decoding(workdirs: list[Path], times: int) -> dict[tuple[str, str], list[float]]:
-    """Measure tokens per second of prefilling `times` contexts, and of decoding the last tokens again."""
+    """Measure tokens per second of prefilling `times` contexts, and of decoding the last of these tokens again."""
     calls, tokens = {}, {}
     for workdir in workdirs:
         run = loading.load(workdir)
@@ -121,11 +121,11 @@ def _decoders(run: loading.Run, prefill: int, decode: int) -> dict[str, Callable
             logits, caches = model.apply(params, token, caches=caches)
             return (logits[:, -1:].argmax(-1).astype(jnp.int32), caches), None
 
-        # The only integers in a cache, nested or not, are lengths.
+        # Shorten the caches: their only integers, nested or not, are lengths.
         caches = jax.tree.map(lambda x: x - decode if jnp.issubdtype(x.dtype, jnp.integer) else x, caches)
         return jax.lax.scan(step, (tokens[:, -1:], caches), length=decode)[0][0]
 
-    with precision.products(run.config.precision):  # only compilation depends on it
+    with precision.products(run.config.precision):  # only compilation depends on the precision
         caches = jax.block_until_ready(read(run.params, tokens))
         programs = read.lower(run.params, tokens).compile(), write.lower(run.params, caches).compile()
     return {"prefill": lambda: programs[0](run.params, tokens), "decode": lambda: programs[1](run.params, caches)}
@@ -139,9 +139,9 @@ def at_equal_time(workdirs: Sequence[Sequence[Path]], speeds: Sequence[Sequence[
       speeds: tokens per second of each variant in each round of a race; [NaN] without a race.
 
     Returns:
-      The losses `[variants, seeds]` at the median speeds, interpolated between validations; and the verdict on each
-      variant compared with the first: `statistics.OPEN` if the lowest, median and highest ratio of their speeds in a
-      round lead to different verdicts; None for the first variant, and without speeds.
+      (losses, verdicts). The losses `[variants, seeds]` are interpolated between validations, for the median speeds. A
+      verdict compares a variant with the first: `statistics.OPEN` if the lowest, median and highest ratio of their
+      speeds in a round lead to different verdicts, and None for the first variant or without speeds.
     """
     curves = [[protocols.curve(workdir) for workdir in variant_workdirs] for variant_workdirs in workdirs]
     chance = [

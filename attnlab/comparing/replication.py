@@ -24,11 +24,11 @@ class Published(NamedTuple):
 
     Attributes:
       source: paper, table, or commit.
-      results: one result per variant, in the order of the comparison.
+      results: results by variant; the first variant of the comparison must have one, others may be missing.
       margin: published differences up to this size count as 0; for example two of their standard errors.
-      differs: sentences on how our runs differ from the published ones in more than config fields.
+      differs: sentences on how our runs differ from the published runs, beyond the config fields in `protocol`.
       length: length of the sequences whose accuracy is published, in multiples of the training length.
-      protocol: published values of config fields; also the numbers of "seeds" and "learning_rates".
+      protocol: published values of config fields, and the numbers of "seeds" and "learning_rates".
     """
 
     source: str
@@ -64,7 +64,7 @@ def outcome(difference: float, mean: float, half: float, margin: float) -> str:
 
     A published difference up to the margin counts as 0. "reproduced": the interval is within the margin of the
     published difference, or contains it and excludes 0. "same sign only": the interval is on the published side of 0
-    but excludes the published size. "underpowered": it contains 0 and the published size. Otherwise "not reproduced".
+    but excludes that difference. "underpowered": it contains both, or `half` is NaN. Otherwise "not reproduced".
     """
     if np.isnan(half):
         return "underpowered"
@@ -83,13 +83,13 @@ def is_trained(
 ) -> bool:
     """Whether our runs learned enough to be compared with the published ones; arguments as for `subjects`.
 
-    The tolerance is the margin or half of our interval, whichever is larger. The first variant must be that close to
-    its published result; the variant published farthest from chance must differ from chance by more than that.
+    The tolerance is the larger of the margin and half of our interval. The first variant must be within the tolerance
+    of its published result; the variant published farthest from chance must differ from chance by more than it.
     """
     (first, *_), best = results, max(reported.results, key=lambda name: abs(reported.results[name] - chance))
 
     def distance(name: str, value: float) -> float:
-        # Distance beyond both the margin and half of our interval; NaN without a run.
+        # Distance from `value` beyond the tolerance; NaN without a run.
         mean, half = mean_and_margin(known(results[name]), resolution=resolution)
         return abs(mean - value) - np.fmax(reported.margin, half)
 
@@ -101,7 +101,7 @@ class ReplicatedResults(NamedTuple):
 
     Attributes:
       ours: the mean of our results, and half its interval.
-      expected: the published difference from the first variant; the first variant has None, here and below.
+      expected: the published difference from the first variant; None, like all below, for the first variant itself.
       difference: our difference from the first variant, paired by seed, and half its simultaneous interval.
       outcome: see the function `outcome`, or "not trained far enough".
     """
@@ -117,10 +117,10 @@ class ReplicatedResults(NamedTuple):
 def subjects(
     reported: Published, results: Mapping[str, Sequence[float]], chance: float, resolution: float = 0.0
 ) -> list[ReplicatedResults]:
-    """Compute the rows of a replication from our results by variant and seed, NaN where a run failed.
+    """Compute the rows of a replication from our `results` by variant and seed, NaN where a run failed.
 
-    The first variant of `results` is the baseline. `chance` is the result without learning, and
-    `resolution` the smallest step between two results.
+    The first variant is the baseline. `chance` is the result without learning, and `resolution` the smallest step
+    between two results.
     """
     (first, *others), rows, trained = results, [], is_trained(reported, results, chance, resolution)
     for name in (name for name in results if name in reported.results):

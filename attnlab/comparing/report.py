@@ -59,7 +59,7 @@ def section(
 ) -> page.Section:
     """Build the section of a part from its table, the final runs of each variant, their measurements, and their race.
 
-    `command(n)` is the command for a comparison over n seeds.
+    `command(n)` returns the command for a comparison over n seeds.
     """
     measure, rows = comparison.protocol.measure, whole.rows
     version = ["version"] * any(row["version"] for row in rows)
@@ -220,7 +220,7 @@ def _learning(curves: Mapping, flops: Mapping[str, float | None], timed: bool) -
 
 
 def _against_state(rows: Sequence[Mapping], measure: str) -> list[Figure]:
-    """Plot the measure against the bytes of decoding state; return nothing if all variants have the same size."""
+    """Plot the measure against the bytes of decoding state; return [] if all variants have states of one size."""
     known = [row for row in rows if row[measure] is not None and row["decode_state_bytes_1x"]]
     if len({row["decode_state_bytes_1x"] for row in known}) < 2:
         return []

@@ -20,7 +20,7 @@ from attnlab.training import flops, precision
 CLOSE = {"parameters": 0.02, "flops": 0.02, "state": 0.05}  # comparable sizes differ by at most this fraction
 WIDEST = 2**20  # matching gives up beyond this width
 SIZES = tuple(CLOSE)
-# Fields that decide which tokens are trained on and scored; and fields that the comparison chooses.
+# Fields that decide which tokens are trained on and scored, and fields that the comparison itself sets.
 SHARED = ("steps", "batch_size", "model.context", "data.", "eval.")
 CHOSEN = ("seed", "optimizer.learning_rate", "eval.part")
 
@@ -39,7 +39,7 @@ class Variant(NamedTuple):
     comparable: bool = True
 
     def config(self, base: RunConfig) -> RunConfig:
-        """Return the variant's config; raise UserError if it is invalid, or changes `SHARED` or `CHOSEN` fields."""
+        """Return the variant's config; raise UserError if it is invalid or changes `SHARED` or `CHOSEN` fields."""
         try:
             if not isinstance(config := self.apply(base), RunConfig):
                 raise UserError(f"its function returned {config!r}: expected a RunConfig, such as config.changed(…)")
@@ -155,10 +155,10 @@ def state_bytes(model: GPT, length: int | None = None) -> int:
 def matched(
     variants: Sequence[Variant], base: RunConfig, vocab_size: int, of: str, length: int | None = None
 ) -> list[Variant]:
-    """Give variants the first one's size by changing the feed-forward layers' width, or for "state" the model's.
+    """Give all variants the first variant's size by changing feed-forward widths, or for "state" model widths.
 
-    A model's width changes in steps that keep heads whole. `length` is the number of tokens at which "state" is
-    matched; None for the context. Raise UserError if no width makes a variant as large.
+    A model's width changes in steps that keep the width of a head whole, and with rotary positions even. `length` is
+    the number of tokens at which "state" is matched; None for the context. UserError if no width is large enough.
     """
     wanted = size(variants[0].config(base), vocab_size, of, length)
     return [variants[0], *(_matched(variant, base, vocab_size, of, wanted, length) for variant in variants[1:])]
@@ -186,7 +186,7 @@ def _matched(variant: Variant, base: RunConfig, vocab_size: int, of: str, wanted
     while high - low > step:
         middle = (low + high) // (2 * step) * step
         low, high = (middle, high) if size_at(middle) < wanted else (low, middle)
-    # The variant's own width comes first, so that it wins if the size does not depend on the width.
+    # The variant's original width comes first, so that it wins if the size does not depend on the width.
     width = min((current, low, high), key=lambda width: abs(size_at(width) - wanted))
     close = abs(size_at(width) / wanted - 1) <= CLOSE[of]
     return variant._replace(apply=functools.partial(_changed, variant.apply, changes(width)), comparable=close)

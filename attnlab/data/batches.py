@@ -12,8 +12,8 @@ import numpy as np
 from attnlab.data.permutation import permuted
 from attnlab.support.errors import UserError
 
-PREFETCHED = 8  # batches
-BLOCK = 256, 2**18  # limits on the training windows and on the tokens that are read at a time
+PREFETCHED = 8  # batches read ahead
+BLOCK = 256, 2**18  # limits on the windows and the tokens that training reads at a time
 
 
 class Batch(NamedTuple):
@@ -50,8 +50,8 @@ class Batches(Protocol):
 class TrainBatches:
     """Shuffled windows of a text, epoch after epoch.
 
-    An epoch is a permutation of adjacent windows, all shifted by one random offset: it shows each token once, and
-    different epochs cut the text at different places. Several texts have separate epochs, and example number n, counted
+    An epoch is a permutation of adjacent windows, all shifted by one random offset: no token is predicted twice, and
+    different epochs cut the text at different places. Several texts have separate epochs; example number n, counted
     over all steps, comes from the text that `interleave(n, weights)` returns.
 
     Args:
@@ -114,7 +114,7 @@ class TrainBatches:
         return Batch(tokens[number], self._examples.astype(np.int32), weight, segments)
 
     def _read_block(self, orders, block: int):
-        """Tokens and segments of a block of steps, each `[steps, batch, context + 1]`; as fast as reading one step."""
+        """Read a block of steps, in about the time of one: tokens and segments, each `[steps, batch, context + 1]`."""
         steps = np.arange(block * self._block, (block + 1) * self._block)
         which, numbers = interleave((steps[:, None] * self._batch_size + self._examples).ravel(), self._weights)
         starts = np.empty_like(numbers)
@@ -139,7 +139,7 @@ class Stacked:
 
 
 def interleave(number: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Each example's text and number in that text; any `sum(weights)` successive examples have `weights` of each text.
+    """Each example's text and number in that text; any `sum(weights)` successive examples have `weights[i]` of text i.
 
     Of the first n examples, ⌊n · weights[0] / sum(weights)⌋ are from text 0; the others are interleaved the same way.
     """
@@ -170,7 +170,7 @@ class _Shuffled:
         self._context = context
         self._windows = max(1, (length - context) // context)
         self._offsets = min(context, length - self._windows * context)
-        # The first text has the same order as without other texts.
+        # The first text has the same order as if it were the only text.
         self._epoch = functools.lru_cache(maxsize=4)(functools.partial(_epoch, seed, text, self._offsets))
 
     def starts(self, examples: np.ndarray) -> np.ndarray:
@@ -190,7 +190,7 @@ def _epoch(seed: int, text: int, offsets: int, epoch: int) -> tuple[int, int]:
 
 
 class EvalBatches:
-    """A fixed pass over a text: adjacent windows, or evenly spaced ones if there are more than `windows`.
+    """A fixed pass over a text: its adjacent windows or, if they are too many, `windows` evenly spaced windows.
 
     Args:
       tokens: the held-out text, or texts, as for `TrainBatches`.
@@ -231,7 +231,7 @@ class EvalBatches:
             )
         if windows < 1:
             raise UserError(f"eval.windows = {windows}: expected 1 or more")
-        shares = [max(1, share) for share in _shares(windows, weights or [1])]  # at least one, also from a rare text
+        shares = [max(1, share) for share in _shares(windows, weights or [1])]  # at least one window of each text
         starts = [first + _evenly_spaced(end - first, context, share) for (first, end), share in zip(spans, shares)]
         self._which, self._starts = np.repeat(np.arange(len(starts)), list(map(len, starts))), np.concatenate(starts)
         self._batch_size = batch_size
@@ -292,7 +292,7 @@ class _Text(NamedTuple):
         return self.tokens[starts[:, None] + np.arange(self.window)].astype(np.int32)
 
     def segments(self, starts: np.ndarray) -> np.ndarray | None:
-        """int32 `[n, window]`, the number of documents that began within the window, up to each token."""
+        """int32 `[n, window]`: for each token, how many documents have begun after the window's first token."""
         if self.documents is None:
             return None
         begins = np.zeros((len(starts), self.window), np.int32)
@@ -324,7 +324,7 @@ def _windows(texts: list[_Text], which: np.ndarray, starts: np.ndarray) -> tuple
 
 
 def prefetched(batches: Batches, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-    """Iterate over `batches[start]`, `batches[start + 1]`, …, which a thread reads ahead."""
+    """Iterate over `batches[start]`, `batches[start + 1]`, …; a thread reads ahead."""
     pool, numbers = ThreadPoolExecutor(1, "attnlab-batches"), range(start, len(batches) if stop is None else stop)
     try:
         yield from in_order((pool.submit(batches.__getitem__, number) for number in numbers), PREFETCHED + 1)

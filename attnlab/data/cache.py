@@ -1,6 +1,6 @@
 """Attnlab's data in the user's cache folder: token stores, and results remembered between runs as JSON files.
 
-A result may be lost at any time: files that are missing, damaged or not writable are ignored.
+A remembered result may be lost at any time: files that are missing, damaged or not writable are ignored.
 """
 
 import contextlib

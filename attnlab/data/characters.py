@@ -8,7 +8,7 @@ import numpy as np
 
 from attnlab.support.errors import UserError
 
-WORD_END = re.compile(r"\S(?=[ \n])")  # white space both to the library and to Python
+WORD_END = re.compile(r"\S(?=[ \n])")  # both Python and the library treat space and new line as white space
 
 
 class Tokenizer:
@@ -25,7 +25,7 @@ class Tokenizer:
     end_of_text: tuple[int, ...] = ()
 
     def encode(self, text: str, continues: bool = False) -> np.ndarray:
-        """Token ids of `text`, int32 `[length]`, without added tokens; `continues` marks a later one of `parts`.
+        """Token ids of `text`, int32 `[length]`, without added tokens; `continues` marks any but the first of `parts`.
 
         Raises:
           UserError: text that cannot be encoded.
@@ -37,7 +37,7 @@ class Tokenizer:
         return iter(pieces)
 
     def decode(self, ids, continues: bool = False) -> str:
-        """The text of token ids `[length]`; if `continues`, they follow other tokens, so a first space stays.
+        """The text of token ids `[length]`; if `continues`, they follow other tokens, so a space at the start stays.
 
         Invalid UTF-8 becomes U+FFFD.
         """
@@ -53,10 +53,10 @@ class Tokenizer:
 
 
 def parts(pieces: Iterable[str], size: int = 100_000, word_end: re.Pattern = WORD_END) -> Iterator[str]:
-    """Cut a text into parts of about `size` characters, at the ends of `word_end` matches, which no word spans."""
+    """Cut a text into parts of about `size` characters, after matches of `word_end`, so that no word is cut."""
     text = ""
     for piece in pieces:
-        start, search_from = 0, max(size, len(text) - 1)  # no match before this
+        start, search_from = 0, max(size, len(text) - 1)  # no match is possible before this
         text += piece
         while match := word_end.search(text, search_from):
             yield text[start : match.end()]

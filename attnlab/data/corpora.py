@@ -2,7 +2,7 @@
 
 `load("python_docs")`, `load("quijote")`, `load("text", path="notes/*.txt")`, or `load("tfds:NAME")` for any TFDS text
 dataset that is prepared as array_record, or can be prepared without TensorFlow and Beam. The first `load` reads the
-text once and remembers the result while the sizes and times of the files stay the same.
+text once; the result is remembered as long as the sizes and times of the files stay the same.
 """
 
 import bisect
@@ -26,7 +26,7 @@ from attnlab.support.extras import require
 
 BLOCKS = 64  # number of blocks in a sample
 _VERSION = 2  # version of remembered scans
-_SETTLED = 2  # seconds: a file written more recently may change again without a new time
+_SETTLED = 2  # seconds: a file written more recently may change again without a new timestamp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Corpus:
 
     Attributes:
       name: the `name` passed to `load`.
-      sha256: digest of the UTF-8 bytes of the whole text, training part first.
+      sha256: digest of the whole text's UTF-8 bytes, starting with the training part.
       characters, bytes: length of the whole text, in code points and in UTF-8.
       documents_sha256: digest of the documents' lengths.
       train_characters: length of the training part; the rest is for validation.
@@ -63,7 +63,7 @@ class Corpus:
         return (1,)
 
     def pieces(self) -> Iterator[tuple[str, Piece]]:
-        """The text in pieces, each with its split, "train" or "validation". A document in both splits becomes two.
+        """The text in pieces, each with its split, "train" or "validation"; a document in both splits counts as two.
 
         Raises:
           UserError: a file that cannot be read, or a text that changed since it was scanned.
@@ -101,7 +101,7 @@ class Mixture(NamedTuple):
 
     Attributes:
       parts: the corpora.
-      weights: one positive integer for each, without a common factor.
+      weights: one positive integer for each corpus, without a common factor.
     """
 
     parts: tuple[Corpus, ...]
@@ -138,7 +138,7 @@ def load(
     mixture: str = "",
     quiet: bool = True,
 ) -> Corpus | Mixture:
-    """Find a corpus, prepare it if necessary, and read it once unless its files are known.
+    """Find a corpus, prepare it if necessary, and read it once unless the same files were read before.
 
     Args:
       name: "python_docs", "quijote", "text" or "tfds:NAME" (also "tfds:NAME/CONFIG").
@@ -146,8 +146,8 @@ def load(
         are read in their formats; other files are read as UTF-8 text.
       feature: for "tfds:NAME", the text feature; may be empty if there is only one. For JSONL and Parquet, the field or
         column, "text" by default.
-      validation_fraction: fraction of the characters, at the end, to hold out; a TFDS dataset with a validation or test
-        split uses that split instead.
+      validation_fraction: fraction of the characters to hold out, at the end; for a TFDS dataset with a validation or
+        test split, that split is held out instead.
       mixture: corpora and their weights instead of a name: "quijote=3, notes/*.txt=1, tfds:NAME=0.5".
       quiet: print no progress.
 
@@ -172,7 +172,7 @@ def load(
 
 
 class Strings(NamedTuple):
-    """A text in memory, in two parts."""
+    """A text in memory, as its training and validation parts."""
 
     train: str
     validation: str
@@ -263,7 +263,7 @@ def _scanned(name: str, called: str, source: Source, validation_fraction: float,
 
 
 def _scan(name: str, source: Source, signature: list | None, quiet: bool) -> dict:
-    """Fields of a `Corpus` from one pass over its text, and the characters of its validation split, or None."""
+    """Fields of a `Corpus` from one pass over its text, and the length of a separate validation split, or None."""
     digest, lengths, seen = hashlib.sha256(), hashlib.sha256(), np.zeros(0x110000, bool)  # by code point
     characters = size = length = 0
     held_out, ascii_seen = None, b""

@@ -27,7 +27,7 @@ BLOCK = 64  # documents read at once
 
 
 class Dataset(NamedTuple):
-    """A prepared TFDS dataset, with its splits for training and, if there is one, for validation."""
+    """A prepared TFDS dataset, with its training split and, if it has one, a validation split."""
 
     name: str
     builder: tfds.core.DatasetBuilder
@@ -128,7 +128,7 @@ def _prepare(builder, name):
         by_hand = builder.data_dir_root / "downloads" / "manual" / "quijote.txt"
         remedy = f"check the network, put the text at {by_hand}, or use --config.data.path=FILE"
     with _one_line_errors(name, builder, remedy=remedy), _preparation_lock(builder.data_dir_root):
-        # A new builder, because another process may have prepared the dataset meanwhile.
+        # A new builder notices if another process has prepared the dataset meanwhile.
         builder = type(builder)(
             data_dir=builder.data_dir_root, config=builder.builder_config, file_format="array_record"
         )

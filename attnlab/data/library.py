@@ -34,7 +34,7 @@ class LibraryTokenizer(characters.Tokenizer):
         self.end_of_text = tuple(end_of_text) or self._usual_ends
 
     def _find_word_end(self, content: dict, prepends: bool = False, before: str = " ") -> re.Pattern:
-        """Return a pattern of the places before a character of `before` that no token spans, where a text can be cut.
+        """Return a pattern that matches where a text can be cut: before a character of `before`, not inside a token.
 
         Args:
           content: the library's JSON.
@@ -42,7 +42,7 @@ class LibraryTokenizer(characters.Tokenizer):
         """
         added = content["added_tokens"]
         if any(re.match(r"[\s▁]", token["content"]) and (token["single_word"] or prepends) for token in added):
-            return re.compile("(?!)")  # such a token depends on the character before its space
+            return re.compile("(?!)")  # because such a token depends on the character before its space
         texts = (piece.decode(errors="replace") for piece in self._pieces)
         spanned = {pair[0] for text in texts for pair in re.findall(rf"[^\s▁][{before}]", text)}
         spanned |= {token["content"][-1] for token in added if token["rstrip"] or prepends}
@@ -65,7 +65,7 @@ class LibraryTokenizer(characters.Tokenizer):
             # Unlike `encode`, this releases the GIL and computes no offsets.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # from Rust, and not an Exception
+            if type(error).__name__ != "PanicException":  # Rust's panic, which is not an Exception
                 raise
             raise UserError(
                 f"the tokenizer fails on this text ({error}): use the model's own tokenizer.json"

@@ -3,8 +3,8 @@
 A Feistel network of four rounds with Simon's round function (Beaulieu et al. 2013, eprint.iacr.org/2013/404), repeated
 until its result is in range (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). It equals
 `grain.experimental.index_shuffle(index, max_index=size - 1, seed=seed, rounds=4)`, so that runs begun with Grain
-continue with the same batches. The exception is a size − 1 that is a power of four from 4⁸ on: there Grain's block is
-two bits too narrow, and its last index has the image of the first.
+continue with the same batches. They differ if size − 1 is a power of four from 4⁸ on: there Grain's block is two bits
+too narrow, and Grain maps the last index to the image of the first.
 """
 
 import functools
@@ -12,7 +12,7 @@ import functools
 import numpy as np
 
 ROUNDS = 4
-SMALLEST_BLOCK = 16  # bits; the permutations of smaller blocks show patterns
+SMALLEST_BLOCK = 16  # bits; permutations of smaller blocks show patterns
 
 
 def permuted(index: np.ndarray, size: int, seed: int) -> np.ndarray:
@@ -38,7 +38,7 @@ def _encrypted(value: np.ndarray, half: int, keys: tuple[int, ...]) -> np.ndarra
     mask = (1 << half) - 1
     left, right = value >> half & mask, value & mask
     for key in keys:
-        twice = right << half | right  # a rotation is then a shift
+        twice = right << half | right  # so that a rotation is a shift
         mixed = (twice >> half - 1) & (twice >> half - 8) ^ (twice >> half - 2)
         left, right = right, (left ^ mixed ^ key) & mask
     return left << half | right

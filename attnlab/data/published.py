@@ -1,4 +1,4 @@
-"""Read and write tokenizers in the format of Hugging Face's libraries, as published models have them."""
+"""Read and write tokenizers in the format of Hugging Face's libraries, which published models use."""
 
 import json
 from pathlib import Path
@@ -22,9 +22,9 @@ def pretrained(folder: Path, vocab_size: int | None = None) -> tokenizers.Tokeni
         3's text models.
 
     Returns:
-      A tokenizer of kind "bpe" (byte-level, as with GPT-2, Llama 3 and Qwen) or "sentencepiece" (as with Llama 2,
-      Mistral, Gemma and Phi-3), with its added tokens, or of a kind that `as_published` wrote; None without such files.
-      `decode` returns normalized text if the tokenizer normalizes, as Qwen's does to NFC.
+      A tokenizer with its added tokens, of kind "bpe" (byte-level, as for GPT-2, Llama 3 and Qwen), "sentencepiece" (as
+      for Llama 2, Mistral, Gemma and Phi-3) or a kind that `as_published` wrote; None if there are no such files. If
+      the tokenizer normalizes text, as Qwen's does to NFC, `decode` returns the normalized text.
 
     Raises:
       UserError: files that cannot be read, or a tokenizer of another kind.
@@ -38,7 +38,7 @@ def pretrained(folder: Path, vocab_size: int | None = None) -> tokenizers.Tokeni
     try:
         if not combined.exists():
             for part in (vocabulary, merges):
-                files.opened(part).close()  # the library would wait for the writer of a pipe
+                files.opened(part).close()  # fails for a pipe, on which the library would wait
             return _gpt2(vocabulary, merges)
         text = files.read_text(combined)
         tokenizer = huggingface.Tokenizer.from_str(text)
@@ -51,7 +51,7 @@ def pretrained(folder: Path, vocab_size: int | None = None) -> tokenizers.Tokeni
         raise
     except OSError as error:
         raise UserError(f"{error.filename or file} cannot be read: {error.strerror}") from error
-    except Exception as error:  # Hugging Face's library raises no narrower one
+    except Exception as error:  # Hugging Face's library raises no narrower type
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"{file} is neither a byte-level BPE like GPT-2's nor from SentencePiece like Llama 2's ({why}): put the "

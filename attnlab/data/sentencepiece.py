@@ -16,7 +16,7 @@ from attnlab.data.library import LibraryTokenizer
 
 _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-# Supported steps, as in the library's JSON, or their types: none of them drops or changes a character.
+# Supported steps (as in the library's JSON, or only their types): none of them drops or changes a character.
 _NORMALIZERS = [
     {"type": "Prepend", "prepend": _SPACE},
     {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
@@ -30,13 +30,13 @@ _TO_TEXT += [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "st
 class SentencePieceTokenizer(LibraryTokenizer):
     """One token of a SentencePiece vocabulary per word or part of a word, with the space before it.
 
-    "<s>" and the like are not added; in a text each becomes one token. Decoding restores a text, except that "▁"
-    becomes a space, some tokenizers return a space after "</s>" and the like, and tokenizers that prepend no space lose
-    the first space of a text.
+    "<s>" and the like are not added, but where a text contains them, each becomes one token. Decoding restores a text,
+    except that "▁" becomes a space, some tokenizers return a space after "</s>" and the like, and tokenizers that
+    prepend no space lose the first space of a text.
     """
 
     kind = "sentencepiece"
-    ENDS = (*LibraryTokenizer.ENDS, "</s>", "<eos>", "<end_of_turn>")  # elsewhere, the last three can be plain words
+    ENDS = (*LibraryTokenizer.ENDS, "</s>", "<eos>", "<end_of_turn>")  # the last three can be words in other tokenizers
 
     def __init__(self, tokenizer: huggingface.Tokenizer, end_of_text: Sequence[int] = ()):
         content = json.loads(tokenizer.to_str())
@@ -54,7 +54,7 @@ class SentencePieceTokenizer(LibraryTokenizer):
         characters.utf8(text)
         ids = [np.zeros(0, np.int32)]
         for part in [text] if continues else self.parts([text]):
-            # The library prepends the space of a later part.
+            # If the library prepends a space to every part, drop the space that begins a later part.
             is_later = self._prepends and (continues or len(ids) > 1)
             ids.append(self._ids(part.removeprefix(" ") if is_later else part))
         return np.concatenate(ids)

@@ -23,7 +23,7 @@ SEPARATOR = "\n\n"  # between documents that are not files
 
 
 class Piece(NamedTuple):
-    """A part of a document; `ends`: whether it is the last; `held_out`: whether it is from the validation split."""
+    """A part of a document; `ends`: whether it is the last part; `held_out`: whether it is in the validation split."""
 
     text: str
     ends: bool = True
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 @runtime_checkable
 class Source(Protocol):
-    """A text in pieces that can be read several times; `feature` names the field with its documents' text, or is ""."""
+    """A text in pieces that can be read several times; `feature` names the field with the documents' text, if any."""
 
     feature: str
 
@@ -124,7 +124,7 @@ def joined(documents: Iterable[str], separator: str = SEPARATOR, held_out: bool 
 
 @contextlib.contextmanager
 def one_line(path):
-    """Raise an OSError in the block as a UserError that names the file."""
+    """Convert an OSError in the block to a UserError that names the file."""
     try:
         yield
     except OSError as error:

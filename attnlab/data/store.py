@@ -1,12 +1,12 @@
 """Token stores: the token ids of a corpus on the disk, from which windows are read.
 
-A store is written once, by all cores, and found by its key: the text's sha256, the start of the validation part, the
-tokenizer's sha256, the packing and the version of the format. Its bytes depend on nothing else. It is written to
-`KEY.*.partial`, read back and compared, and renamed; an interrupted write starts again. Opening a store checks its
-manifest and the sizes of its files.
+A store is written once, by all cores, and found by its key: the sha256 of the text, of the tokenizer and, with packing
+"documents", of the documents' lengths; the start of the validation part, the packing and the version of the format. Its
+bytes depend on nothing else. It is written to `KEY.*.partial`, read back and verified, and renamed; an interrupted
+write starts again. Opening a store checks its manifest and the sizes of its files.
 
-Files of a store: `manifest.json`; `SPLIT.bin`, token ids as uint8, uint16 or uint32, little-endian, the smallest that
-holds the vocabulary; with packing "documents" `SPLIT.documents.bin`, the start of each document as int64.
+Files of a store: `manifest.json`; `SPLIT.bin`, token ids as little-endian uint8, uint16 or uint32, whichever is the
+smallest that holds the vocabulary; with packing "documents" `SPLIT.documents.bin`, the start of each document as int64.
 """
 
 import concurrent.futures
@@ -91,7 +91,7 @@ def load(
 
 
 class Store:
-    """A complete token store; opening it checks the manifest and the sizes of files; `verify` checks their content.
+    """A complete token store. Opening it checks the manifest and the sizes of files; `verify` checks their content.
 
     Args:
       path: its folder.
@@ -186,7 +186,7 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
 
 @contextlib.contextmanager
 def _lock(path: Path, name: str, quiet: bool):
-    """Let only one process per machine write a store; the others wait for it, and then find it."""
+    """Let only one process per machine write a store; the others wait, and then find the store."""
     with path.open("a") as file:
         if not lock(file.fileno()):
             if not quiet:
@@ -213,7 +213,7 @@ def _make(path: Path, key: dict, corpus: Corpus, tokenizer: tokenizers.Tokenizer
 
 
 def _write_splits(folder: Path, corpus: Corpus, tokenizer, packing: str, progress: DataProgress) -> dict[str, dict]:
-    """Write the files of both splits; return the manifest's part about them."""
+    """Write the files of both splits; return their entries of the manifest."""
     size, workers = tokenizer.vocab_size, _workers()
     dtype = np.dtype("u1" if size <= 1 << 8 else "<u2" if size <= 1 << 16 else "<u4")
     splits = {split: {"dtype": dtype.str, "characters": 0, "bytes": 0} for split in SPLITS}
@@ -258,9 +258,9 @@ def _workers() -> int:
 
 
 def _units(corpus: Corpus, tokenizer: tokenizers.Tokenizer, packing: str) -> Iterator[tuple[str, list]]:
-    """Yield a split and some of its parts, about `UNIT` characters: texts that are encoded separately.
+    """Yield (split, unit); a unit is a list of (text, whether it continues a document), about `UNIT` characters in all.
 
-    Each text comes with whether it continues a document. With packing "stream", each split is one document.
+    The texts are encoded separately. With packing "stream", each split is one document.
     """
     unit, length, last = [], 0, None
     for (split, _), group in itertools.groupby(_numbered(corpus, packing), operator.itemgetter(0)):
@@ -275,7 +275,7 @@ def _units(corpus: Corpus, tokenizer: tokenizers.Tokenizer, packing: str) -> Ite
 
 
 def _numbered(corpus: Corpus, packing: str) -> Iterator[tuple[tuple[str, int], str]]:
-    """Yield ((split, number of the document), text) for the pieces, cut into texts of at most `UNIT` characters."""
+    """Yield ((split, index of the document), text) for the pieces, cut into texts of at most `UNIT` characters."""
     number = 0
     for split, piece in corpus.pieces():
         for start in range(0, len(piece.text), UNIT):
@@ -284,7 +284,7 @@ def _numbered(corpus: Corpus, packing: str) -> Iterator[tuple[tuple[str, int], s
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, dtype: np.dtype, split: str, unit: list) -> tuple:
-    """Return the split, the unit's tokens, the index of each document's first token, and the characters and bytes."""
+    """Return the split, a unit's tokens, the index of each document's first token, and its characters and bytes."""
     text = "".join(part for part, _ in unit)
     ids = [tokenizer.encode(part, continues) for part, continues in unit]
     starts = np.cumsum([0, *map(len, ids)])[:-1][[not continues for _, continues in unit]]

@@ -1,6 +1,6 @@
 """Word and subword tokenizers, with vocabularies that Hugging Face's `tokenizers` trains on a text.
 
-The same text gives the same vocabulary in every process. The same class reads the byte-level BPE of published models.
+The same text gives the same vocabulary in every process. `TrainedTokenizer` also handles published byte-level BPEs.
 """
 
 import json
@@ -40,12 +40,12 @@ class TrainedTokenizer(LibraryTokenizer):
         super().__init__(tokenizer, pieces, end_of_text)
         self.kind = kind
         self._characters = "".join(token for token in tokens if len(token) == 1)
-        # Bytes without a token, which the library would drop silently.
+        # Bytes that have no token: the library would drop them silently.
         self._unknown = set(range(256)) - {piece[0] for piece in pieces if len(piece) == 1}
 
     def _find_word_end(self, content: dict) -> re.Pattern:
         # Llama 3 and Qwen take a full stop and the following new lines as one word, and some tokenizers prepend a space
-        # to a text without one, so parts must begin with a space.
+        # to a text that does not begin with one, so parts of other tokenizers must begin with a space.
         is_ours = any(is_same(content["pre_tokenizer"], one) for one in (WORDS, BYTE_LEVEL))
         return super()._find_word_end(content, before=" \n" if is_ours else " ")
 
@@ -58,8 +58,8 @@ class TrainedTokenizer(LibraryTokenizer):
         """
         if not text:
             raise UserError("the text is empty: use a text with at least a few thousand characters")
-        # The library reserves memory for all tokens, and a text cannot have more than these: bytes, characters, and
-        # one for each merged pair.
+        # The library reserves memory for `vocab_size` tokens; a text cannot have more than these: bytes, characters,
+        # and one for each merged pair.
         vocab_size = min(vocab_size, 256 + 2 * len(characters or "") + 3 * len(text))
         if kind == "wordpiece":
             return cls(
@@ -102,7 +102,7 @@ def _train_wordpiece(text: str, vocab_size: int, characters: list[str]) -> huggi
             f"can also continue a word: use {least} or more"
         )
     # By default the library numbers continuing characters in a random order, and these numbers break ties between
-    # merges of equal frequency. Special tokens keep their order.
+    # merges of equal frequency. Special tokens keep their order, so the characters are passed as special tokens.
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, min_frequency=2, special_tokens=characters + continuing, show_progress=False
     )
@@ -132,10 +132,10 @@ def is_same(saved: dict | None, pre_tokenizer) -> bool:
 
 
 def _bytes_of(kind: str, token: str) -> bytes:
-    """The UTF-8 bytes of one of the library's tokens."""
+    """The UTF-8 bytes of a token, from its string in the library."""
     if kind == "bpe":
         return bytes(GPT2_BYTES[character] for character in token)
-    # Only continuing word pieces begin with "##", because every # of a text is a word by itself.
+    # Only continuing word pieces begin with "##", because every # in a text is a word by itself.
     return (token.removeprefix(CONTINUES) if kind == "wordpiece" else token).encode()
 
 

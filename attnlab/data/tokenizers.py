@@ -32,7 +32,7 @@ class CharTokenizer(Tokenizer):
             raise ValueError("a character vocabulary must list each character once, in code point order")
         self.characters, self.vocab_size = characters, len(characters)
         points = code_points(characters).astype(np.int64)
-        # The token of each code point, −1 if there is none; the last entry is for all larger code points.
+        # The token of each code point, −1 if there is none; the last entry, −1, is for all larger code points.
         self._ids = np.full(points.max(initial=-1) + 2, -1, np.int32)
         self._ids[points] = np.arange(len(points))
 
@@ -74,7 +74,7 @@ class ByteTokenizer(Tokenizer):
         return {"kind": self.kind}
 
 
-TRAINED = ("word", "bpe", "wordpiece")  # on a text
+TRAINED = ("word", "bpe", "wordpiece")  # trained on a text
 KINDS = ("char", "byte", *TRAINED)
 
 
@@ -138,7 +138,7 @@ def load(path: Path) -> Tokenizer:
         return from_dict(files.read_json(path))
     except UserError:
         raise
-    except Exception as error:  # Hugging Face's library raises no narrower one
+    except Exception as error:  # Hugging Face's library raises no narrower type
         raise UserError(
             f"{path} is not an attnlab tokenizer ({error}): restore it, or train in a new workdir"
         ) from error

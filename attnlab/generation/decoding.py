@@ -57,14 +57,14 @@ def generate(
     Args:
       model, params: a `GPT` and its variables, as in `model.apply(params, tokens)`.
       prompt: int `[length]`, at least one token, or a list of such prompts of any lengths, which are continued in
-        parallel, each as if it were alone. If a prompt is longer than the context, only its end is used, whatever the
-        layers, although recurrent layers then remember all generated tokens.
+        parallel, each as if it were alone. If a prompt is longer than the context, only its end is read, even by
+        recurrent layers, whose state later remembers all generated tokens.
       max_tokens: number of tokens to generate for each text.
       temperature, top_k, top_p, min_p, repetition_penalty, vocab_size: see `Draw`; vocab_size is for a model that has
         more tokens than its tokenizer.
-      seed: token t of sample n of a prompt depends only on the prompt and (seed, n, t). So equal prompts get equal
-        samples; for different samples, raise num_samples.
-      num_samples: number of texts to generate for each prompt, which is read once.
+      seed: token t of sample n depends only on the prompt and (seed, n, t). So equal prompts get equal samples; for
+        different samples, raise num_samples.
+      num_samples: number of texts to generate for each prompt; each prompt is read once.
       end: tokens that end a text, e.g. the token "<|endoftext|>".
       stop: strings that end a text, across token boundaries.
       tokenizer: decodes the tokens, for `stop`.
@@ -120,8 +120,8 @@ def decode(
     Args:
       prompts: int `[length]` each, of any lengths.
       draw: draws a token from its logits.
-      stop: takes a text's drawn tokens and their number in the previous call; returns the number of tokens after
-        which the text ends, or None; see `StopStrings.after`.
+      stop: takes the tokens drawn for a text, and how many there were in the previous call; returns the number of
+        tokens after which the text ends, or None; see `StopStrings.after`.
 
     Yields:
       A `Step`, with sample n of prompt p in row p · num_samples + n, until all texts have ended.
@@ -133,7 +133,7 @@ def decode(
     (9, (2,), True)
     """
     if jax.default_backend() == "cpu" and model.dtype == jnp.bfloat16:
-        model = model.replace(dtype=jnp.float32)  # a step takes as long as reading the float32 parameters
+        model = model.replace(dtype=jnp.float32)  # bfloat16 saves no time: a step reads the float32 parameters
     params = unstack_layers(params)
     texts = [np.asarray(prompt).tolist() for prompt in prompts for _ in range(num_samples)]
     state = _start(model, draw, params, prompts, texts, max_tokens, drawing.keys(seed, num_samples))
@@ -183,7 +183,7 @@ def _start(model, draw, params, prompts, texts, max_tokens, keys) -> State:
 
 
 def _padded(windows, longest) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids `[N, T]` with zeros on the right, and lengths; T is a power of two, so that few shapes are compiled."""
+    """Token ids `[N, T]` padded with zeros, and lengths; T is a power of two or `longest`: few shapes are compiled."""
     lengths = np.array([len(window) for window in windows], np.int32)
     tokens = np.zeros((len(windows), min(longest, _power_of_two(int(lengths.max())))), np.int32)
     for row, window in zip(tokens, windows):
@@ -209,7 +209,7 @@ def _read_again(model, params, state: State, texts, due) -> tuple[State, int]:
 
 @functools.partial(jax.jit, static_argnames=("model", "copies", "capacity"))
 def _prefill(model, params, tokens, lengths, copies, capacity):
-    """Caches of the first `lengths` tokens of each row of `tokens` `[N, T]`, each row `copies` times."""
+    """Caches for the first `lengths` tokens in each row of `tokens` `[N, T]`, each row repeated `copies` times."""
     _, caches = model.apply(params, tokens, caches=model.init_caches(len(tokens), capacity), lengths=lengths)
     return jax.tree.map(lambda leaf: jnp.repeat(leaf, copies, axis=0), caches)
 

@@ -19,7 +19,7 @@ class Draw(NamedTuple):
     Attributes:
       temperature: divides the logits; 0 takes the most likely token.
       top_k: keep the k most likely tokens; 0 for all.
-      top_p: keep the fewest tokens whose probabilities sum to this (Holtzman et al. 2020); 1 for all.
+      top_p: keep the fewest tokens whose probabilities sum to this or more (Holtzman et al. 2020); 1 for all.
       vocab_size: keep only the first `vocab_size` tokens, if a model has more than its tokenizer; None for all.
       min_p: keep the tokens with p ≥ min_p · max p (Nguyen et al. 2024, section 3); 0 for all.
       repetition_penalty: divides positive and multiplies negative logits of the tokens in the text so far, its prompt
@@ -54,7 +54,7 @@ class Draw(NamedTuple):
             penalty = self.repetition_penalty
             penalized = jnp.where(logits > 0, logits / penalty, logits * penalty)
             logits = jnp.where(seen[:, : self.vocab_size], penalized, logits)
-        if self.temperature < 1e-6:  # the most likely token, to float32's last bit
+        if self.temperature < 1e-6:  # 0, or so near 0 that only the most likely token has weight
             return logits.argmax(axis=-1).astype(jnp.int32)
         logits = (logits - logits.max(axis=-1, keepdims=True)) / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
@@ -64,7 +64,7 @@ class Draw(NamedTuple):
         if self.min_p > 0:  # the largest logit is 0
             logits = jnp.where(logits < jnp.log(self.min_p), -jnp.inf, logits)
         p = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-        # Rounded sums must not grow at a token of probability 0, or it could be drawn.
+        # Rounding may make the sum grow at a token of probability 0, which must not be drawn.
         sums = jnp.where(p > 0, jnp.cumsum(p, axis=-1), 0)
         return (sums > uniform[:, None] * sums.max(axis=-1, keepdims=True)).argmax(axis=-1).astype(jnp.int32)
 
@@ -83,7 +83,7 @@ def keys(seed: int, num_samples: int) -> Array:
 
 
 def uniform(keys: Array, places: Int[Array, "N P"]) -> Float[Array, "N P"]:
-    """Random numbers in [0, 1), each a function of its row's key and its place in the text."""
+    """Random numbers in [0, 1), each determined by its row's key and its place in the text."""
     draw = functools.partial(jax.random.uniform, dtype=jnp.float32)
     number = jax.vmap(lambda key, place: draw(jax.random.fold_in(key, place)), (None, 0))
     return jax.vmap(number)(keys, places)

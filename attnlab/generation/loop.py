@@ -35,8 +35,8 @@ def rolls(model: GPT) -> bool:
 def decode_ahead(model: GPT, draw: Draw, end: tuple[int, ...], params, state: State, ahead, max_tokens):
     """Draw up to `ahead` ≤ `AHEAD` tokens on the device, fewer if all texts end or a cache that cannot roll is full.
 
-    Texts end at a token of `end`. Return the state; tokens and log-probabilities `[N, AHEAD]`; and the number `[N]` of
-    valid tokens.
+    Texts end at a token in `end`, or after `max_tokens` tokens. Return the state; tokens and log-probabilities
+    `[N, AHEAD]`; and the number `[N]` of valid tokens.
     """
     rows = len(state.token)
     # Drawn before the loop, because within it random bits would take half of a small model's time.

@@ -12,7 +12,7 @@ from attnlab.support.paths import lock, named, new_file
 
 
 def read_prompts(path: str) -> list[str]:
-    """Read the prompts in a file, or "-": the field "prompt" of each line of *.jsonl, otherwise each non-blank line."""
+    """Read prompts from a file, or stdin for "-": field "prompt" of each line of *.jsonl, else each non-blank line."""
     try:
         text = sys.stdin.read().removeprefix("\ufeff") if path == "-" else files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -39,8 +39,8 @@ def _prompt(path: str, number: int, line: str) -> str:
 class Records:
     """A new JSONL file that appears when it is complete.
 
-    Until then its lines are in a file beside it, named after `settings`. The same command resumes after the last line
-    or the last complete `group`; a command with other settings starts anew.
+    Until then its lines are in a file beside it, whose name depends on `settings`. With the same settings, writing
+    resumes after the last complete `group` of lines; with other settings it starts anew.
     """
 
     def __init__(self, path: str | Path, settings: dict, group: int = 1):
@@ -48,7 +48,7 @@ class Records:
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
         self._part = self.path.with_name(f".{self.path.name}.{digest}.part")
         self._file = self._part.open("a+b", buffering=0)
-        if not lock(self._file.fileno()) or self.path.exists():  # another command held the lock and wrote it
+        if not lock(self._file.fileno()) or self.path.exists():  # another command is writing it, or just did
             self._file.close()
             raise UserError(f"--out={path}: another command is writing it: wait for it, or choose another file")
         self._file.seek(0)

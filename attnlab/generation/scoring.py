@@ -37,7 +37,7 @@ def score(run, texts: Sequence[str], *, batch_size: int = 8) -> list[Score]:
 
     The first token is not predicted, as in the loss of `transformers`. In a text longer than the model's context C, the
     tokens after the first C + 1 are predicted from more than C/2 and at most C tokens before them: a window of C tokens
-    begins every ⌊C/2⌋ tokens, and scores the tokens that earlier windows have not.
+    begins every ⌊C/2⌋ tokens, and scores the tokens that no earlier window has scored.
 
     Args:
       run: a model, its parameters and its tokenizer, from `attnlab.load`.
@@ -79,7 +79,7 @@ def logprobs(model: GPT, params, texts: Sequence[np.ndarray], *, batch_size: int
     """Log-probabilities, float32 `[length − 1]`, of the tokens of each text, int `[length]`; see `score`."""
     log_p = [np.zeros(max(0, len(text) - 1), np.float32) for text in texts]
     windows = [(at, start) for at, row in enumerate(log_p) for start in _starts(len(row), model.config.context)]
-    # Batch windows of similar lengths, because shorter ones are padded.
+    # Batch windows of similar lengths, because shorter windows are padded.
     windows.sort(key=lambda window: -min(model.config.context, len(log_p[window[0]]) - window[1]))
     for first in range(0, len(windows), batch_size):
         batch = windows[first : first + batch_size]
@@ -97,7 +97,7 @@ def logprobs(model: GPT, params, texts: Sequence[np.ndarray], *, batch_size: int
 
 
 def _starts(count: int, context: int) -> range:
-    """Starts of the windows over `count` predictions; the first window scores `context` of them, others a stride."""
+    """Starts of windows over `count` predictions; the first scores `context` of them, each later window a stride."""
     stride = _stride(context)
     return range(0, max(1, count - context + stride), stride) if count else range(0)
 

@@ -17,7 +17,7 @@ class StopStrings:
         self.strings, self.tokenizer = tuple(strings), tokenizer
 
     def after(self, tokens: list[int], known: int) -> int | None:
-        """The number of tokens up to the end of the first stop string, or None; the first `known` tokens have none."""
+        """Number of tokens up to the end of the first stop string, or None; the first `known` tokens contain none."""
         if self.strings and self._is_in(tokens):
             return next((last for last in range(known + 1, len(tokens) + 1) if self._is_in(tokens[:last])), None)
         return None
@@ -31,14 +31,14 @@ class StopStrings:
 def cut(text: str, strings: Sequence[str]) -> tuple[str, str | None]:
     """Return the text before the stop string that ends first, and that string; without any, the whole text and None.
 
-    If two strings end together, the longer one counts. So a growing text is cut at the same place whatever its pieces.
+    If two strings end together, the longer one counts. So a growing text is cut at the same place, whatever its pieces.
     """
     matches = [(at + len(string), at, string) for string in strings if (at := text.find(string)) >= 0]
     return (text[: min(matches)[1]], min(matches)[2]) if matches else (text, None)
 
 
 def before_stop(pieces: Iterable[str], strings: Sequence[str]) -> Iterator[str]:
-    """Yield pieces of a text up to the first of some strings, holding back text that may begin one."""
+    """Yield the pieces of a text up to the first stop string; hold back text that may begin a stop string."""
     held = ""
     for piece in pieces:
         held, string = cut(held + piece, strings)

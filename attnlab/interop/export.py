@@ -27,12 +27,12 @@ def export_step(
     Caches are passed as plain arrays, a tuple per layer: for attention `(key, value, length, forget, conv)`, the fields
     of `KVCache`, where the last two may be None; for other layers `(state, conv, length)`, as in `MixerState`. So
     the serialized program needs JAX but not attnlab: `jax.export.deserialize(data).call(params, tokens, caches)`, where
-    `data` is the result of `serialize()`. (Both need the package flatbuffers.) Shapes are fixed: a prompt of
+    `data` is the result of `serialize()` (both functions need the package flatbuffers). Shapes are fixed: a prompt of
     100 tokens and the single tokens after it need two exports, which can share caches.
 
     Args:
       model: the model; an `impl` of "auto" is replaced by a backend that every platform has.
-      params: its variables, `{"params": …}`, as for `model.apply`; shapes suffice.
+      params: the model's variables, `{"params": …}`, as for `model.apply`, or only their shapes.
       batch: B, batch size.
       tokens: T, tokens per sequence and step.
       capacity: S, positions that the caches of attention keep; the model's context when None.
@@ -62,7 +62,7 @@ def export_step(
     platforms = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     impl = "dense" if is_small(tokens, capacity or model.config.context) else "blockwise"
 
-    def chosen(layer):  # "auto" would depend on this machine's platform
+    def chosen(layer):  # "auto" would choose by this machine's platform
         is_auto = layer.module.operator == "attention" and layer.impl == "auto"
         return dataclasses.replace(layer, impl=impl) if is_auto else layer
 

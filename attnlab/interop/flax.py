@@ -80,7 +80,7 @@ class _AttentionFn:
         precision=None,
         module=None,
         *,
-        force_fp32_for_softmax=False,  # always true here
+        force_fp32_for_softmax=False,  # the softmax is always float32 here
         einsum_dot_general=None,
         qk_attn_weights_einsum=None,
         attn_weights_value_einsum=None,
@@ -131,7 +131,7 @@ def _check_dropout(rate, key, broadcast) -> None:
 
 
 def _join(terms, query, key, bias, mask, is_causal) -> dict:
-    """Combine the terms of `attention_fn` and of the layer's call into arguments of the operator."""
+    """Combine the terms from `attention_fn` and from the layer's call into arguments of the operator."""
     *batch, q_length, num_heads, _ = query.shape
     scores = (*batch, num_heads, q_length, key.shape[-3])
     causal = Causal() if is_causal else None
@@ -156,7 +156,7 @@ def _require_positions(named, q_length, kv_length) -> None:
 
 
 def _as_mask(mask, scores) -> Mask | None:
-    """Convert an array that broadcasts to `[..., H, Tq, Tk]` to a mask, expanded only along axes on which it varies."""
+    """Convert an array that broadcasts to `[..., H, Tq, Tk]` to a mask; an axis H of size 1 is not expanded."""
     if mask is None or isinstance(mask, Mask):
         return mask
     visible = _aligned("mask", jnp.asarray(mask).astype(bool), scores)
@@ -165,7 +165,7 @@ def _as_mask(mask, scores) -> Mask | None:
     axes = (*batch, heads)
     if heads == 1 and set(lead) <= {1}:
         visible, axes = visible.reshape(visible.shape[-2:]), ()
-    if heads == rows == 1:  # varies only along the keys: two segments, with all queries in segment 1
+    if heads == rows == 1:  # equal for all heads and queries: queries and visible keys form segment 1
         ids = jnp.broadcast_to(visible[..., 0, :], (*axes, kv_length)).reshape(*axes[:-1], kv_length)
         return Segments(jnp.ones(q_length, jnp.int32), ids.astype(jnp.int32))
     return Dense(jnp.broadcast_to(visible, (*axes, q_length, kv_length)))

@@ -24,12 +24,12 @@ class Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     leaves: tuple[str, ...]  # paths, "block_0/attention/query/kernel", in the order of their outputs
-    transposed: bool = False  # [out, in], as in torch's Linear, instead of [in, out]; in may be several axes
-    slice: int | None = None  # index on the leaves' first axis, if the other slices are other tensors
-    groups: int = 1  # number of parts of the outputs, each the concatenation of one part of every leaf
-    # In each part, output i of the parameters is output order[i] of the tensor (a vector or transposed); () for i.
+    transposed: bool = False  # [out, in], as in torch's Linear, instead of [in, out]; "in" may span several axes
+    slice: int | None = None  # index on the leaves' first axis, if the leaves stack several tensors
+    groups: int = 1  # number of groups of outputs; each concatenates one part of every leaf
+    # In each group, output i of the parameters is output order[i] of the tensor (a vector or transposed); () keeps i.
     order: tuple[int, ...] = ()
-    constant: float | None = None  # the value of parameters that the state dict does not hold
+    constant: float | None = None  # the value of the leaves, if the state dict does not hold the tensor
 
     @property
     def inputs(self) -> int:
@@ -59,9 +59,9 @@ def named(
 ) -> Iterator[Tensor]:
     """Yield the tensors of a table of names: for each line a weight and a bias, or a vector, if the parameters exist.
 
-    A line maps a name without its ending to the paths of its parameters. "query key value" are concatenated;
-    "query+gate" alternate, a part of each per group. `name` and `path` are prefixes of all lines. `details` maps
-    some parameters to other fields of their tensors.
+    A line maps a name without its ending to the paths of its parameters: "query key value" are concatenated, and in
+    "query+gate" each group has a part of both. `name` and `path` are prefixes of all names and paths. `details` maps
+    some entries of the table, such as "query+gate", to other fields of their tensors.
     """
     for stem, parameters in lines.items():
         paths = [path + each for each in re.split("[ +]", parameters)]
@@ -93,7 +93,7 @@ def _shape(leaves: Sequence[str], shapes: Mapping, transposed: bool) -> tuple[in
 
 
 def stacked(tensors: Sequence[Tensor], shapes: Mapping) -> list[Tensor]:
-    """Return the tensors for parameters of these shapes, with layers stacked by `attnlab.nn.stack_layers`."""
+    """Adapt tensors to parameters with these shapes, whose layers are stacked by `attnlab.nn.stack_layers`."""
     names = ["blocks"] if "blocks" in shapes else [f"blocks_{n}" for n in range(len(shapes)) if f"blocks_{n}" in shapes]
     stacked_layers = len(names) * jax.tree.leaves(shapes[names[0]])[0].shape[0]
 
@@ -129,7 +129,7 @@ def load(
     wanted = flat_shapes(shapes)
     places = None if shardings is None else traverse_util.flatten_dict(shardings, sep="/")
     flat = {}
-    # Load parameters with several tensors, such as stacked layers, one after another, so that few are incomplete.
+    # Group the tensors by their parameters, so that few arrays, e.g. of stacked layers, are incomplete at a time.
     by_leaves = operator.attrgetter("leaves")
     for leaves, slices in itertools.groupby(sorted(tensors, key=by_leaves), key=by_leaves):
         loaded = {leaf: _empty(wanted[leaf], dtype) for leaf in leaves}
@@ -164,7 +164,7 @@ def arrays(tensors: Sequence[Tensor], params) -> Iterator[tuple[str, np.ndarray]
 
 
 def _fill(parts: Sequence[np.ndarray], tensor: Tensor, state: Mapping, name: str) -> None:
-    """Copy a tensor to its parameters, `[inputs, groups, outputs of a group]`, some inputs at a time."""
+    """Copy a tensor to its parameters, each `[inputs, groups, outputs per group]`, some inputs at a time."""
     if tensor.constant is not None:
         parts[0][:] = tensor.constant
         return
@@ -181,7 +181,7 @@ def _fill(parts: Sequence[np.ndarray], tensor: Tensor, state: Mapping, name: str
 
 
 def pieces(rows: int, size: int) -> Iterator[slice]:
-    """The slices of an array's rows to read at once; a row has `size` numbers."""
+    """Slices of `rows` rows, each small enough to be read at once; a row has `size` numbers."""
     step = max(1, _CHUNK // (4 * size))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
@@ -251,7 +251,7 @@ def as_numpy(array, name: str) -> np.ndarray:
     array = np.asarray(array)
     if array.dtype == np.float32:
         return array
-    # Not all types of ml_dtypes are of kind "f".
+    # Some types of ml_dtypes, such as bfloat16, have the kind "V".
     if array.dtype.itemsize <= 2 and array.dtype.kind in "fV":
         return array.astype(np.float32)
     raise UserError(f"{name} is {array.dtype}, expected float32 or a 16-bit float: convert it first")

@@ -1,4 +1,4 @@
-"""Convert torch's attention modules and nanoGPT checkpoints from and to attnlab."""
+"""Convert torch's attention modules and nanoGPT checkpoints to attnlab and back."""
 
 import re
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ def to_torch(params, like) -> dict:
 
     Args:
       params: variables `{"params": …}` of the module that `from_torch(like)` returns.
-      like: the module of torch; its parameters are ignored, its buffers are copied.
+      like: the module of torch; its parameters are ignored, and its buffers are copied.
 
     Returns:
       torch tensors by name, float32.
@@ -169,7 +169,7 @@ def _equivalent(source) -> tuple[nn.Module, dict, list[tensors.Tensor]]:
             module, widths, lines = describe(source)
             shapes = tensors.shapes_of(module, *(jnp.zeros((1, 1, width)) for width in widths))
             entries = tensors.named(tensors.flat_shapes(shapes), "", "", lines)
-            # Names of input projections end with "_weight".
+            # Input projections have names like "in_proj_weight", without a dot.
             entries = [each._replace(name=re.sub(r"([nqkv]_proj)\.", r"\1_", each.name)) for each in entries]
             return module, shapes, [each for each in entries if each.name in source.state_dict()]
     raise UserError(
@@ -178,7 +178,7 @@ def _equivalent(source) -> tuple[nn.Module, dict, list[tensors.Tensor]]:
     )
 
 
-# Keys and values of another width have separate kernels.
+# If keys and values have another width, torch has separate kernels.
 _ATTENTION = {"in_proj": "query key value", "q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
 _ENCODER = {"linear1": "mlp/up", "linear2": "mlp/down", "norm1": "attention_norm", "norm2": "mlp_norm"}
 _ENCODER |= {

@@ -17,13 +17,13 @@ class AdditiveAttention(checks.MaskedModule):
 
         e_ij = wᵀ tanh(W s_i + U h_j),    α_i = softmax(e_i),    c_i = Σ_j α_ij h_j
 
-    The values are the memory itself. Each score has its own tanh, so memory and time are O(Tq·Tk·A); a dot product
-    needs O(Tq·Tk).
+    The values are the h_j themselves, without a projection. Each score needs A values of tanh, so time and memory are
+    O(Tq·Tk·A); dot-product scores need only O(Tq·Tk) memory.
 
     Attributes:
       features: A, width of the scoring layer; None for the width of the queries.
       use_bias: whether W adds a bias.
-      mask: which keys each query may attend to; and-ed with the mask of the call. A bool array counts as
+      mask: which keys each query may attend to; and-ed with the call's `mask`. A bool array counts as
         `masks.Dense`. Pass masks with traced arrays to the call.
       kernel_init: initializer of `query/kernel` `[F, A]`, `key/kernel` `[Fk, A]` and `score/kernel` `[A, 1]`.
       dtype: type of the computation; None for the input's type.
@@ -58,7 +58,7 @@ class AdditiveAttention(checks.MaskedModule):
           inputs_q: s, `[B, Tq, F]`.
           inputs_kv: h, `[B, Tk, Fk]`.
           mask: and-ed with the field `mask`, e.g. `masks.Padding(lengths)`.
-          deterministic: no effect, because this module has no dropout; accepted as in `MultiHeadAttention`.
+          deterministic: has no effect, as this module has no dropout; accepted for calls like `MultiHeadAttention`'s.
 
         Returns:
           c, `[B, Tq, Fk]`; 0 in fully masked rows.
@@ -74,7 +74,7 @@ class AdditiveAttention(checks.MaskedModule):
         hidden = jnp.tanh(q[:, :, None] + k[:, None])  # [B, Tq, Tk, A]
         scores = nn.Dense(1, use_bias=False, name="score", **options)(hidden)[..., 0]
 
-        # The operator applies mask and softmax. With queries and keys of 0, the scores are the bias.
+        # The operator applies mask and softmax. Queries and keys are 0, so that its scores are this bias alone.
         zero_q, zero_k = (jnp.zeros((*x.shape[:2], 1, 1), scores.dtype) for x in (inputs_q, memory))
         terms = {"bias": scores[:, None], "mask": join(self.mask, mask)}
         weights = functools.partial(attention_weights, zero_q, zero_k, **terms)

@@ -1,4 +1,4 @@
-"""The caches of attention: ring buffers, which store position p of a sequence in slot p mod S."""
+"""The caches of attention layers: ring buffers of S slots, which store position p of a sequence in slot p mod S."""
 
 from typing import Any, NamedTuple
 
@@ -15,18 +15,18 @@ from attnlab.types import Array
 class KVCache(NamedTuple):
     """Keys and values of the previous positions, for decoding; a plain pytree.
 
-    A ring buffer: position p is stored in slot p mod S. While the length of a sequence is at most the capacity S, a
-    step attends to all previous positions and gives the same result as the full pass. In longer sequences each token
-    attends to the newest S positions, whatever the size of a step, as in a full pass with `masks.SlidingWindow(S - 1)`.
+    A ring buffer: position p is stored in slot p mod S. While a sequence is no longer than the capacity S, a step
+    attends to all previous positions and gives the same result as the full pass. In longer sequences each token
+    attends to itself and the S − 1 positions before it, whatever the size of a step, as with `SlidingWindow(S - 1)`.
 
     Attributes:
       key: `[B, S, Hk, D]`, in any floating type; new keys and values are cast to this type.
       value: `[B, S, Hv, Dv]`; Hv = Hk and Dv = D unless the layer's values have another shape.
       length: int32 `[B]`, number of positions so far. Lower it to discard the newest positions, e.g. right padding.
-      forget: `[B, S, H]`, the running sum of log forget gates at each position, minus a constant for each sequence and
+      forget: `[B, S, H]`, the running sum of log forget gates up to each position, minus one constant per sequence and
         head; None without a forget gate.
-      conv: the last W − 1 inputs of the layer's short convolutions, `[B, W − 1, heads, D]` for "query", "key" and
-        "value"; None without convolutions. Lowering `length` does not discard them.
+      conv: the last W − 1 inputs of the short convolutions, by name ("query", "key", "value") `[B, W − 1, heads, D]`;
+        None without convolutions. Lowering `length` does not discard them.
 
     >>> cache = KVCache.empty(batch=2, capacity=8, kv_heads=1, head_dim=4)
     >>> cache = cache.extend(jnp.ones((2, 3, 1, 4)), jnp.ones((2, 3, 1, 4)))
@@ -54,7 +54,7 @@ class KVCache(NamedTuple):
     ) -> "KVCache":
         """An empty cache for `capacity` S positions, with keys and values of type `dtype`.
 
-        `forget_heads` is the number of query heads H of a layer with a forget gate; its sums are at least float32.
+        For a layer with a forget gate, `forget_heads` is H, the number of query heads; `forget` is at least float32.
         """
         shape, wide = (batch, capacity, kv_heads, head_dim), jnp.promote_types(dtype, jnp.float32)
         forget = None if forget_heads is None else jnp.zeros((batch, capacity, forget_heads), wide)
@@ -78,7 +78,7 @@ class KVCache(NamedTuple):
     ) -> "KVCache":
         """Append T positions, or the first `lengths` of them; ValueError if T exceeds the capacity.
 
-        `forget` is the running sum of log forget gates, counted from the newest position of the cache.
+        `forget` is the running sum of the log forget gates of these T positions alone.
         """
         positions = _rebased(self._replace(conv=None))
         return _extended(positions, KVCache(key, value, None, forget), lengths)._replace(conv=self.conv)
@@ -124,11 +124,11 @@ class LatentCache(NamedTuple):
 
 
 def step(cache, fresh, mask: Mask | None, num_heads: int, lengths=None):
-    """The keys of a step of T tokens: (a cache holding them, their positions, the mask, the extended cache).
+    """The keys for a step of T tokens: (a cache that holds them, their positions, their mask, the extended cache).
 
     `fresh` is a cache of the T tokens alone, without lengths; the keys of `mask` are the S slots. One token attends to
-    the extended cache. Among several, the last would overwrite keys that the first attend to. So they attend to the S
-    keys of the old cache and to their own T keys, in order of position from max(0, length − S).
+    the extended cache. With several tokens, the last may overwrite keys that the first attend to, so all attend to
+    the S keys of the old cache followed by their own T keys, in order of position from max(0, length − S).
     """
     cache, batch, capacity, new = _rebased(cache), cache.length.shape, cache.capacity, fresh[0].shape[1]
     extended = _extended(cache, fresh, lengths)
@@ -154,13 +154,13 @@ def step(cache, fresh, mask: Mask | None, num_heads: int, lengths=None):
 
     mask = jax.tree.map(over_keys, mask, is_leaf=lambda part: not isinstance(part, And | Or | Not))
     keys = jax.tree.map(lambda old, x: in_order(old, x, first, cache.length), cache._replace(length=None), fresh)
-    # Each token attends to S positions; padding and the keys after it are outside all windows.
+    # The window reaches back S positions; padding and the slots after it get a position outside every window.
     kv_positions = jnp.where(positions < extended.length[:, None], positions, 1 - POSITION_LIMIT)
     return keys, kv_positions, join(mask, SlidingWindow(capacity - 1, INT32_MAX)), extended
 
 
 def _rebased(cache):
-    """Subtract the newest position's sum from all sums, so that they stay small and, for near keys, exact."""
+    """Subtract the newest position's sum from all sums, so that sums stay small and, for near keys, exact."""
     if getattr(cache, "forget", None) is None:
         return cache
     newest = ((cache.length - 1) % cache.capacity)[:, None, None]
@@ -180,7 +180,7 @@ def _positions(length, capacity: int):
 
 
 def _written(old, fresh, length, lengths):
-    """Write T new entries, or the first `lengths` of them, into `[B, S, …]` after the first `length`."""
+    """Write T new entries, or the first `lengths` of them, to a ring buffer `[B, S, …]` after `length` entries."""
     new, capacity = fresh.shape[1], old.shape[1]
     if new > capacity:
         raise ValueError(f"{new} tokens do not fit a cache of {capacity}: prefill only the last {capacity}")

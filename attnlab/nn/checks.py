@@ -14,7 +14,7 @@ MaskLike = Mask | Bool[Array, "..."]  # a bool array counts as `masks.Dense`
 
 
 def compact(call):
-    """`flax.linen.compact` for a call that rejects unknown arguments in one line, with the name to use."""
+    """`flax.linen.compact`, with a one-line TypeError for an unknown argument that names the argument to use."""
     return nn.compact(known_keywords(call))
 
 
@@ -28,7 +28,7 @@ class MaskedModule(nn.Module):
 
 
 def check_segments(segments, tokens, **excluded) -> None:
-    """Raise ValueError unless `segments` are `[B, T]`, like tokens, and all other arguments are None."""
+    """Raise ValueError for `segments` that are not integers `[B, T]`, or that come with an `excluded` argument."""
     if segments is None:
         return
     if not isinstance(segments, jax.Array | np.ndarray) or not jnp.issubdtype(segments.dtype, jnp.integer):
@@ -45,7 +45,7 @@ def check_segments(segments, tokens, **excluded) -> None:
 
 
 def check_lengths(lengths, tokens, **excluded) -> None:
-    """Raise ValueError unless `lengths` are integers `[B]`, at most T, and all other arguments are None."""
+    """Raise ValueError for `lengths` that are not integers `[B]` up to T, or that come with an `excluded` argument."""
     if lengths is None:
         return
     if not jnp.issubdtype(jnp.result_type(lengths), jnp.integer) or jnp.shape(lengths) != jnp.shape(tokens)[:1]:

@@ -1,4 +1,4 @@
-"""The config of a model: the kinds of its layers and the options that layers share, checked once, when constructed."""
+"""The config of a model: the configs of its layers, and the options that they share, checked once at construction."""
 
 import dataclasses
 import functools
@@ -47,16 +47,16 @@ _LAYER = r"layers\[(\d+)\]"  # the name of one layer of the period
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a `GPT`, and one period of its layers.
+    """The config of a `GPT`: sizes, options, and one period of layers, which repeats until there are `num_layers`.
 
     >>> config = ModelConfig.of(layers="gated_delta*3 attention", num_layers=8, attention={"window": 64})
     >>> [layer.kind for layer in config.layers], config.layer(7).window
     (['gated_delta', 'gated_delta', 'gated_delta', 'attention'], 64)
 
     Attributes:
-      layers: the configs of one period of layers.
+      layers: the configs of one period; layer n has `layers[n % len(layers)]`.
       dtype: type of the computation.
-      padded_vocab_size: rows of the token tables; the rows after the tokens are padding. None for vocab_size.
+      padded_vocab_size: rows of the token tables; rows from vocab_size on are padding. None for vocab_size rows.
     """
 
     vocab_size: int = option("vocabulary size, V", 256, low=1)
@@ -108,7 +108,7 @@ class ModelConfig:
         """Make a config from values by name.
 
         Args:
-          layers: the kinds of one period of layers, as in "gated_delta*3 attention"; or their configs.
+          layers: one period of layers, by kind, as in "gated_delta*3 attention", or by config.
           values: fields by name, and options of layers by kind, e.g. `attention={"window": 64}`; see `changed`.
 
         Raises:
@@ -121,8 +121,8 @@ class ModelConfig:
 
         Args:
           values: fields by name; "layers" takes configs, or kinds (a kind that the config already has keeps its
-            options); "attention.window" sets an option in all layers of a kind, "layers[0].window" sets it in one layer
-            of the period; "attention" takes a mapping of options, or a config that replaces them.
+            options); "attention.window" sets an option in all layers of a kind, "layers[0].window" in one layer of the
+            period; "attention" takes a mapping of options, or a config to replace all layers of the kind.
 
         Raises:
           FieldError: a value is invalid or has no effect.
@@ -178,7 +178,7 @@ class ModelConfig:
 
     @property
     def position_encoding(self) -> str:
-        """`positions`, with "auto" resolved: "rotary" if a layer has rotary positions, otherwise "none"."""
+        """`positions`, with "auto" resolved: "rotary" if any layer supports rotary positions, otherwise "none"."""
         if self.positions != "auto":
             return self.positions
         return "rotary" if any(layer.rotary is not None for layer in self.used) else "none"
@@ -206,7 +206,7 @@ class ModelConfig:
         return nn.initializers.normal(0.02 / (2 * self.num_layers) ** 0.5)
 
     def norm_of(self, number: int) -> str:
-        """Where a layer's norms are; "hybrid" means after attention and before other mixers."""
+        """Where the norms of layer `number` are; "hybrid" becomes "after" for attention, "before" for other mixers."""
         if self.norm_at != "hybrid":
             return self.norm_at
         return "after" if isinstance(self.layer(number), SoftmaxConfig) else "before"
@@ -216,7 +216,7 @@ ModelConfig.__doc__ = documented(ModelConfig.__doc__, options(ModelConfig))
 
 
 def words_of(layers: str) -> list[str]:
-    """Expand "gated_delta*3 attention" to the kinds of one period, one by one; FieldError for invalid words."""
+    """Expand "gated_delta*3 attention" to a list with the kind of each layer; FieldError for an invalid word."""
     words = []
     for word in layers.split():
         kind, _, times = word.partition("*")
@@ -236,7 +236,7 @@ def _kinds(layers: Sequence[LayerConfig]) -> str:
 
 
 def _layers(layers: str | LayerConfig | Sequence[LayerConfig], now: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
-    """The configs of layers; kinds that are in `now` keep their options."""
+    """Convert `layers` to configs; a kind that `now` contains keeps its options."""
     if not isinstance(layers, str):
         return (layers,) if isinstance(layers, LayerConfig) else tuple(layers)
     if (words := words_of(layers)) == [layer.kind for layer in now]:
@@ -250,7 +250,7 @@ def _layers(layers: str | LayerConfig | Sequence[LayerConfig], now: Sequence[Lay
 
 
 def _with(layers: Sequence[LayerConfig], name: str, change: Mapping[str, Any] | LayerConfig) -> tuple[LayerConfig, ...]:
-    """Apply a change (options by dotted name, or a config) to all layers of a kind or to one, "layers[0]"."""
+    """Apply a change (options by dotted name, or a config) to all layers of kind `name`, or to one, "layers[0]"."""
     index = re.fullmatch(_LAYER, name)
     chosen = [n for n, layer in enumerate(layers) if (n == int(index[1]) if index else layer.kind == name)]
     if index and not chosen:
@@ -269,7 +269,7 @@ def _replaced(layer: LayerConfig, change: Mapping[str, Any] | LayerConfig) -> La
 
 
 def _check_default(layer: LayerConfig, layers: str) -> None:
-    """Raise FieldError for an option that is set for a kind that no layer has."""
+    """Raise FieldError for an option that is set although no layer is of its kind."""
     default, names = type(layer)(), [field.name for field in dataclasses.fields(layer)]
     for name in [*option_values(layer), *(name for name in names if name not in options(type(layer)))]:
         value, usual = (functools.reduce(getattr, name.split("."), each) for each in (layer, default))

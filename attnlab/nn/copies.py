@@ -1,4 +1,4 @@
-"""The part of a file or of a notebook's cells that a user-defined layer reaches, which a run copies."""
+"""The source that a run copies for a user-defined layer: what the layer uses of its file or its notebook's cells."""
 
 import ast
 import contextlib
@@ -16,7 +16,7 @@ from attnlab.support.errors import UserError
 
 
 def cell(file: str) -> str:
-    """The text of the notebook cell with this file name, as code objects have it; "" for a real file."""
+    """The text of a notebook cell, by the file name in its code objects; "" for a real file."""
     return "" if Path(file).exists() else "".join(linecache.getlines(file))
 
 
@@ -27,15 +27,15 @@ def functions(value) -> list[FunctionType]:
 
 
 def source_of(value, code) -> tuple[str, Path, str]:
-    """(Name of a class or function, path of its file, the file's text); a cell's text has what it needs of other cells.
+    """(Name of a class or function, path of its file, the file's text or, for notebook code, the statements it uses).
 
     Args:
-      code: the class or function itself; for a `LayerConfig`, the class of its layers, which has the methods.
+      code: `value` itself; for a `LayerConfig`, the class of its layers, which has the methods.
 
     Raises:
-      UserError: `value` comes from no file, and none of its methods comes from a notebook's cell.
+      UserError: `value` is defined in no readable file, and none of its methods in a notebook cell.
     """
-    name, top = value.__name__, value.__qualname__.partition(".")[0]  # the function around it, if any
+    name, top = value.__name__, value.__qualname__.partition(".")[0]  # or the function around it
     for function in functions(code):
         text = cell(function.__code__.co_filename)
         if any(top in _defined(node) for node in ast.parse(text).body):
@@ -57,9 +57,9 @@ def text_of(path: Path) -> str:
 
 
 def reached(text: str, names: Sequence[str]) -> str:
-    """The definitions of some names in a Python file and of everything they reach, in file order.
+    """The definitions of some names in a Python file and of everything that these use, in file order.
 
-    Statements after the first definition that define or change nothing are left out, as is code for a script alone.
+    Statements that define or change nothing are copied only before the first of `names`; code for scripts never is.
 
     >>> print(reached("base, other = 2, 3\\nthird = 1\\ndef f(x):\\n    return base * x\\nprint(f(base))", ["f"]))
     base, other = 2, 3
@@ -68,7 +68,7 @@ def reached(text: str, names: Sequence[str]) -> str:
     """
     body = [node for node in ast.parse(text).body if not _is_of_script(node)]
     defined = {each: [node for node in body if each in _defined(node)] for node in body for each in _defined(node)}
-    wanted = [name for name in names if name in defined] or list(defined)  # for a class within a function, all
+    wanted = [name for name in names if name in defined] or list(defined)  # all for a class in a function
     end = min((body.index(defined[name][0]) for name in wanted), default=len(body))
     nodes = {node.lineno: node for node in body[:end] if not _defined(node)}
     wanted += [each.id for node in nodes.values() for each in ast.walk(node) if isinstance(each, ast.Name)]
@@ -103,7 +103,7 @@ def _defined(node) -> set[str]:
 
 
 def _with_other_cells(text: str, names: Mapping[str, Any]) -> str:
-    """A cell's text, after the statements of other cells that define the names it uses."""
+    """A cell's text, preceded by the statements of other cells that define the names it uses."""
     defined, parts = {each for node in ast.parse(text).body for each in _defined(node)}, []
 
     def add(text: str) -> None:
@@ -125,7 +125,7 @@ def _globals(table: symtable.SymbolTable) -> set[str]:
 
 
 def _definition(name: str, value) -> str:
-    """The statement that defines a name: a literal, or code of its own cell or of the newest cell; "" for none."""
+    """The statement that defines a name: a literal, or code from its own cell, else the newest cell; "" for none."""
     with contextlib.suppress(ValueError, SyntaxError, MemoryError):
         return f"{name} = {ast.literal_eval(repr(value))!r}"
     filenames = [function.__code__.co_filename for function in functions(value)]

@@ -1,8 +1,8 @@
-"""User-defined kinds of layers: a command runs the files that its user names, so that their names resolve.
+"""User-defined kinds of layers. Only files that the user names are run.
 
-`--import=FILE` runs a file; its layers, score mods and masks become kinds under their names. Names in a saved
-`config.json` run no code, nor does a run's copy of the file: `check_imported` looks them up among the imported kinds,
-and a run continues if its model has the same `version`.
+`--import=FILE` runs a file; its layers, score mods and masks become kinds under their names. Reading a saved run
+executes no code, neither what its `config.json` names nor its copy of the file: `check_imported` requires that these
+kinds are imported, and a run continues only if its model has the same version (`attnlab.nn.versions`).
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class Source(NamedTuple):
 
 
 _BUILT_IN = frozenset(KINDS.values())
-_RUN = "attnlab_custom_"  # prefix of the modules of files that were run; a sha256 of path and text follows
+_RUN = "attnlab_custom_"  # prefix of the names of imported files' modules; a sha256 of path and text follows
 _SOURCES: dict[str, tuple[Any, str, Path, str]] = {}  # by kind: value, its name in the text, path, text
 
 
@@ -96,13 +96,13 @@ def register(value: type[nn.Module] | type[LayerConfig] | ScoreMod | Mask | Call
     Args:
       value: a class of layers, such as a subclass of `CausalMixer` or `MultiHeadAttention`, whose options are the
         fields that it declares by `option`; a subclass of `LayerConfig`, for more control; a `flax.linen.Module` whose
-        `__call__(x)` maps `[B, T, F]` to `[B, T, F]`; or, for softmax attention with it, a mask, a score mod
-        or a function `fn(score, b, h, i, j)`.
+        `__call__(x)` maps `[B, T, F]` to `[B, T, F]`; or a mask, a score mod or a function `fn(score, b, h, i, j)`,
+        for softmax attention that uses it.
       name: name of the kind; None for the name of the class or function.
 
     Raises:
-      UserError: the value has another type, its class comes from no file and no notebook cell, a field has no default,
-        or the name is in use.
+      UserError: the value has another type or needs a name, its code is in no file or notebook cell, a field has no
+        default, or the name is invalid, built in, or a field of `ModelConfig`.
 
     >>> from attnlab.score_mods import SoftCap
     >>> GPT.of(layers=register(SoftCap(5.0), "capped"), width=8, num_heads=2).config.layers[0].kind
@@ -117,7 +117,7 @@ def register(value: type[nn.Module] | type[LayerConfig] | ScoreMod | Mask | Call
 
 
 def import_file(file: str | Path) -> list[str]:
-    """Run a file, and return the kinds that it defines; UserError if it fails or defines none."""
+    """Run a file and return its kinds; UserError if it fails or defines no class, function, mask or score mod."""
     path = Path(file).expanduser().absolute()
     module, text = run(path), copies.text_of(path)
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
@@ -150,10 +150,10 @@ def check_used(files: Sequence[str], layers: Sequence[LayerConfig]) -> None:
 
 
 def to_load(models: Sequence[ModelConfig]) -> list[tuple[str, str]]:
-    """For each file of the models' user code, (path, how `load` gets it): "import" if it defines kinds, else "run".
+    """(Path, mode for `load`) of each file with user code of the models: "import" if it defines kinds, else "run".
 
     Raises:
-      UserError: code exists only in this process, or its name means something else in its file.
+      UserError: code exists only in this process, or its name refers to something else in its file.
     """
     modes, run_files = {}, {module.__file__ for name, module in list(sys.modules.items()) if name.startswith(_RUN)}
     layers = list({layer: None for model in models for layer in model.layers})
@@ -178,13 +178,13 @@ def _checked(name: str, path: str, how: str, is_valid: bool) -> str:
 
 
 def load(code: Sequence[tuple[str, str]]) -> None:
-    """Run the files of `to_load`, and register the kinds of files to "import"."""
+    """Run the files that `to_load` returned, and register the kinds of files with mode "import"."""
     for path, how in code:
         import_file(path) if how == "import" else run(Path(path))
 
 
 def sources(layers: Sequence[LayerConfig]) -> dict[str, Source]:
-    """The sources of custom kinds and of code in masks and score mods, each with the code it reaches in its file."""
+    """By name, the `Source` of each custom kind and of code in masks and score mods: the part of its file in use."""
     parts = {layer.kind: _SOURCES[layer.kind][1:] for layer in layers if layer.kind in _SOURCES}
     for part in (part for layer in layers for part in records.code_of(layer) if "<" not in part.__qualname__):
         with contextlib.suppress(UserError):  # the code has no file
@@ -194,15 +194,15 @@ def sources(layers: Sequence[LayerConfig]) -> dict[str, Source]:
 
 
 def code(model: ModelConfig) -> dict[str, Path]:
-    """The files of a model's user code, by name: of custom kinds, and of code in masks and score mods."""
+    """By name, the file of each custom kind of a model and of each function or class in its masks and score mods."""
     by_name = {layer.kind: _SOURCES[layer.kind][2] for layer in model.layers if layer.kind in _SOURCES}
     parts = (part for layer in model.layers for part in records.code_of(layer))
     return by_name | {part.__qualname__: Path(records.named(part)["file"]) for part in parts}
 
 
 def layers_of(value) -> str | LayerConfig | Sequence[LayerConfig]:
-    """Convert a value to kinds or configs of layers: a class becomes a kind; a mask, a score mod or a function of
-    scores becomes softmax attention with it. UserError for anything else."""
+    """Convert a value to kinds or configs of layers: a class is registered; a mask, a score mod or a function of
+    scores gives softmax attention that uses it. UserError for anything else."""
     if isinstance(value, str | LayerConfig):
         return value
     if isinstance(value, list | tuple) and all(isinstance(each, LayerConfig) for each in value):
@@ -228,7 +228,7 @@ def check_imported(code: Mapping[str, Mapping[str, str]], where) -> None:
     """Raise UserError unless the kinds that a saved run uses are imported.
 
     Args:
-      code: by kind, what the run saved, such as the kind's file.
+      code: what the run saved for each custom kind, such as its file.
       where: the run's folder.
     """
     for kind, saved in code.items():
@@ -275,7 +275,7 @@ def _config_of(value, name: str) -> type[LayerConfig]:
 
 
 def as_layer(module: nn.Module) -> Layer:
-    """Return a module that is a layer, or make a `Plain` layer with its fields; UserError if it is no module."""
+    """Return `module` if it is a layer; otherwise make a `Plain` layer with its fields; UserError for other values."""
     if not isinstance(module, nn.Module):
         name = getattr(module, "__name__", None)
         raise UserError(f"{module!r} is not a module: expected {f'an instance, {name}(…)' if name else 'a layer'}")
@@ -294,19 +294,19 @@ def _layer_of(module: type[nn.Module]) -> type[Layer]:
 
 
 def _without_default(module: type[nn.Module]) -> list[str]:
-    """The fields of a module that have no default and that a model cannot fill."""
+    """The fields of a module that have no default and that a model does not set."""
     fields = (field for field in dataclasses.fields(module) if field.init and field.name != "num_heads")
     return [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
 
 
 def run(path: Path):
-    """Run a file, once, and return its module; UserError if it fails."""
-    content = f"{path} {copies.text_of(path)}"  # with the path, because a file may read other files beside it
+    """Run a file, unless this process has run it, and return its module; UserError if it fails."""
+    content = f"{path} {copies.text_of(path)}"  # with the path, because code may read other files next to it
     name = f"{_RUN}{hashlib.sha256(content.encode()).hexdigest()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses look their module up
+        sys.modules[name] = module  # `dataclasses` looks the module up
         try:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:  # a user's file may raise anything

@@ -15,16 +15,16 @@ from attnlab.support.options import FieldError
 class DifferentialAttention(MultiHeadAttention):
     """Differential attention: (softmax(q₁k₁ᵀ) − λ softmax(q₂k₂ᵀ)) v (Ye et al. 2024, arXiv 2410.05258, section 2.1).
 
-    Two softmax maps share values twice as wide: head h of H/2 uses the maps of query heads h and H/2 + h. With
-    λ₀ = 0.8 − 0.6·exp(−0.3·l) in layer l, counted from 0, λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ₀ is one number for
-    all heads. Outputs are normalized for each head and multiplied by 1 − λ₀.
+    Two softmax maps share values of twice the width: output head h of H/2 uses the maps of query heads h and H/2 + h.
+    λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ₀ is one number for all heads, where λ₀ = 0.8 − 0.6·exp(−0.3·l) in layer l,
+    counted from 0. Each head's output is normalized and multiplied by 1 − λ₀.
 
     Parameters are named as in `MultiHeadAttention`, with `value/kernel` `[F, Hk/2, 2·D]` and `out/kernel`
     `[H/2, 2·D, F]`, plus `lambda_q1`, `lambda_k1`, `lambda_q2` and `lambda_k2` `[D]`, and `norm/scale` `[2·D]`. A cache
     holds keys `[B, S, Hk, D]` and values `[B, S, Hk/2, 2·D]`. Dropout is independent for each map.
 
-    Attributes: as in `MultiHeadAttention`, but `num_heads` and `kv_heads` count maps and are even; no `sinks`,
-    `value_residual` or `output_gate`.
+    Attributes: as in `MultiHeadAttention`, but without `sinks`, `value_residual` and `output_gate`; `num_heads` and
+    `kv_heads`, H and Hk, count softmax maps and must be even.
       norm_epsilon: ε of `qk_norm` and of the norm of each head's output.
 
     >>> block = Block(DifferentialAttention(num_heads=2, mask=Causal()), Mlp())

@@ -39,7 +39,7 @@ def cosine_similarity(u: Float[Array, "*M F"], v: Float[Array, "*N F"]) -> Float
 def nearest(
     embedding: Float[Array, "V F"], tokens: Int[Array, "*B"], count: int
 ) -> tuple[Int[Array, "*B count"], Float[Array, "*B count"]]:
-    """The tokens most similar to `tokens` by their embeddings, the tokens themselves excluded.
+    """The tokens whose embeddings are most similar to the embedding of each of `tokens`, which is itself excluded.
 
     Args:
       embedding: `[V, F]`, one vector per token, e.g. `params["params"]["embed"]["embedding"]` of a `GPT`.

@@ -14,7 +14,7 @@ from attnlab.types import Array, DType
 class Head(checks.MaskedModule):
     """One head of self-attention: softmax(x W_q (x W_k)ᵀ / √head_dim) x W_v, causal by default.
 
-    The scale uses the head's own width, as in the paper, not the input's (Vaswani et al. 2017, section 3.2.1).
+    The scale uses the head's width, not the input's, as in the paper (Vaswani et al. 2017, section 3.2.1).
 
     Attributes:
       head_dim: D, width of queries, keys and values.
@@ -84,8 +84,8 @@ class Head(checks.MaskedModule):
 class StackedHeads(checks.MaskedModule):
     """`num_heads` heads in parallel, each with its own projections; their outputs are concatenated.
 
-    Each head projects the full input, not a slice of its features. Parameters have the names of `Head` and a
-    leading head axis: `heads/query/kernel` `[H, F, D]`.
+    Each head projects the full input, not a slice of its features. Parameters are named as in `Head`, under `heads`,
+    and have a leading axis of heads: `heads/query/kernel` `[H, F, D]`.
 
     Attributes:
       num_heads: H.

@@ -26,11 +26,11 @@ class LatentAttention(checks.MaskedModule, Layer):
     """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1): keys and values from one latent.
 
     A token's latent c = RMSNorm(W x), with R features, gives the keys and values of all heads. A rotated part of D
-    features, shared by all heads, is appended to each key. Queries have both parts, from x or from a query latent.
-    Scores are (q·k + q_rotary·k_rotary) / √(N + D).
+    features, shared by all heads, is appended to each key. Queries have both parts too, projected from x or a query
+    latent. Scores are (q·k + q_rotary·k_rotary) / √(N + D).
 
-    A cache holds latents and rotated parts, R + D numbers per token. A step of few tokens does not expand the cache:
-    it absorbs the projections of keys and values into queries and outputs, which then have R features.
+    A cache holds latents and rotated parts, R + D numbers per token. A step of few tokens does not expand the cache: it
+    absorbs the projections of keys and values into queries, with R + D features, and outputs, with R features.
 
     Parameters: `query/kernel` `[F, H, N + D]`, or `query_down/kernel` `[F, Rq]`, `query_norm/scale` and
     `query/kernel` `[Rq, H, N + D]`; `latent/kernel` `[F, R]`, `latent_norm/scale`, `rotary/kernel` `[F, D]`,
@@ -78,14 +78,14 @@ class LatentAttention(checks.MaskedModule, Layer):
         return LatentCache.empty(batch, capacity, self.kv_rank, self.rope_dim, self.dtype or jnp.float32)
 
     def operands(self, batch: int, length: int, features: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of the operator's q, k and v when keys and values are expanded."""
+        """Shapes of the operator's q, k and v when the layer expands keys and values."""
         sizes = (self.nope_dim + self.rope_dim,) * 2 + (self.value_dim,)
         shape, dtype = (batch, length, self.num_heads), self.dtype or jnp.float32
         return tuple(jax.ShapeDtypeStruct((*shape, size), dtype) for size in sizes)
 
     @nn.compact
     def forward(self, x: Float[Array, "B T F"], context: Context, cache: LatentCache | None = None) -> LayerOut:
-        """Project, extend the cache, and attend to its latents, expanding them or absorbing their projections."""
+        """Project, extend the cache, and attend to the latents, by expanding them or absorbing the projections."""
         positions = jnp.arange(x.shape[1])[None] if context.segments is None else within_segments(context.segments)
         positions = positions if cache is None else cache.length[:, None] + positions
         query, latent, rotated = self._project(x, positions)
@@ -146,9 +146,9 @@ class LatentAttention(checks.MaskedModule, Layer):
 
     @property
     def _break_even(self) -> float:
-        """Tokens per step from which expanding a cache takes fewer operations than absorbing the projections.
+        """The number of tokens per step from which expanding a cache costs less than absorbing the projections.
 
-        For each slot and head, expansion costs R·(N + V) products once, and saves 2·R − N − V products per token.
+        For each slot and head, expanding costs R·(N + V) products once, and saves 2·R − N − V products per token.
         """
         expansion, saved = self.nope_dim + self.value_dim, 2 * self.kv_rank - self.nope_dim - self.value_dim
         return self.kv_rank * expansion / saved if saved > 0 else float("inf")

@@ -1,4 +1,4 @@
-"""The protocol of a layer, which blocks, stacks, `attnlab.see`, checks and user-defined layers share."""
+"""The protocol of a layer, on which blocks, stacks, `attnlab.see`, checks and user-defined layers rely."""
 
 import dataclasses
 import inspect
@@ -21,11 +21,11 @@ class Context(NamedTuple):
 
     Attributes:
       mask: and-ed with the layer's own mask. With a cache, the mask's keys are the cache's S slots.
-      segments: `[B, T]`, the number of each token's document in sequences of several documents, one after another: a
-        token attends only to its own document, and positions restart with each document. Not with a cache.
-      lengths: `[B]`, the number of tokens in each sequence. The rest, at the right, is padding: no token attends to it
-        and no cache stores it.
-      positions: `[T]` or `[B, T]`, positions of the tokens in their sequence; None for 0, 1, 2, …. Not with a cache.
+      segments: `[B, T]`, each token's document number, where a sequence holds several documents one after another: a
+        token attends only to its own document, and positions restart with each document. Not allowed with a cache.
+      lengths: `[B]`, the number of tokens in each sequence. Later tokens are padding: no token attends to padding, and
+        no cache stores it.
+      positions: `[T]` or `[B, T]`, positions in the sequence; None for 0, 1, 2, …. Not allowed with a cache.
       dropout_key: one key, or one per example `[B]`; None for no dropout.
       layer: the layer's number in its model, from 0.
       first_values: `[B, T, Hk, D]`, the values of the first layer, for value residuals; None in that layer.
@@ -48,9 +48,9 @@ class LayerOut(NamedTuple):
     """The results of a layer.
 
     Attributes:
-      out: `[B, T, Fo]`; in blocks, as wide as the inputs.
+      out: `[B, T, Fo]`; in a block, Fo is the width of the inputs.
       cache: the extended cache; None in a call without one.
-      values: `[B, T, Hk, D]`, the values of a layer with a value residual; otherwise None.
+      values: `[B, T, Hk, D]`, the layer's values, if it has a value residual; otherwise None.
 
     >>> LayerOut(jnp.ones((2, 5, 8)))._replace(cache=MixerState()).cache.length is None
     True
@@ -62,9 +62,9 @@ class LayerOut(NamedTuple):
 
 
 class Layer(nn.Module):
-    """A module that mixes tokens, or a block around one. Subclasses define `forward`, and `init_cache` to decode.
+    """A module that mixes tokens, or a block around one. Subclasses define `forward` and, for decoding, `init_cache`.
 
-    A cache is a tuple or a dataclass with `length`, int `[B]`; axis 1 of arrays that grow has the size of the capacity.
+    A cache is a tuple or a dataclass with `length`, int `[B]`; axis 1 of arrays that grow has the capacity's size.
 
     >>> class Mean(Layer):  # of a token and the one before it
     ...     def forward(self, x, context, cache=None):
@@ -73,8 +73,8 @@ class Layer(nn.Module):
     Array([0. , 0.5, 1.5], dtype=float32)
     """
 
-    operator: ClassVar[str | None] = None  # the function of `attnlab` that mixes the tokens
-    takes: ClassVar[tuple[str, ...] | None] = None  # a base class's options that the layer supports; None for all
+    operator: ClassVar[str | None] = None  # name of the `attnlab` function that mixes the tokens
+    takes: ClassVar[tuple[str, ...] | None] = None  # base-class options that the layer supports; None for all
     value_residual = False  # whether the layer returns its values and uses the first layer's
     dropout_rate = 0.0
 
@@ -114,11 +114,11 @@ class Layer(nn.Module):
           x: `[B, T, F]`.
           mask, segments, lengths: see `Context`; a bool array counts as `masks.Dense`.
           deterministic: False for dropout.
-          cache: cache of the previous tokens; before the first, from `init_cache`.
+          cache: cache of the previous tokens; before the first token, the result of `init_cache`.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
 
         Returns:
-          `[B, T, Fo]`, in blocks as wide as x; with a cache also the extended cache.
+          `[B, T, Fo]`, where Fo is x's width in a block; with a cache, also the extended cache.
 
         Raises:
           ValueError: inputs, a cache, segments or lengths have a wrong shape, segments come with a cache, or the layer
@@ -156,7 +156,7 @@ class Layer(nn.Module):
                 raise FieldError(field.name, getattr(self, field.name), expected)
 
     def check_cache(self, cache, batch: int, features: int, name: str = "cache") -> None:
-        """Raise ValueError unless a cache has the type and the shapes of `init_cache`, for some capacity."""
+        """Raise ValueError unless a cache has the type and the shapes that `init_cache` returns for some capacity."""
         leaves = jax.tree.leaves(cache)
         capacity = jnp.shape(leaves[0])[1] if leaves and jnp.ndim(leaves[0]) > 1 else 0
         expected = jax.eval_shape(lambda: self.init_cache(batch, features, capacity))
@@ -182,10 +182,10 @@ def _paths(leaves) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """A kind of layer and its options in a model. Subclasses are frozen dataclasses without a decorator.
+    """A kind of layer and its options in a model. Subclasses become frozen dataclasses without a decorator.
 
-    The options are the fields of the config and the fields that the layer's module declares by `option`, with the
-    module's defaults unless the config sets others. A `ClassVar` is not an option. The config is in the layer's file.
+    The options are the config's fields, and the fields that the layer's module declares by `option`, with the module's
+    defaults unless the config sets others. A `ClassVar` is not an option. Each config is defined in its layer's file.
 
     >>> class Identity(Layer):
     ...     def forward(self, x, context, cache=None):
@@ -202,14 +202,14 @@ class LayerConfig:
 
     kind: ClassVar[str] = ""
     module: ClassVar[type[Layer]] = Layer
-    heads = rotary = None  # for kinds without such an option
+    heads = rotary = None  # for kinds without these options
     value_residual = False
 
     def __init_subclass__(cls, of: type[Layer] | None = None, kind: str = ""):
         cls.kind = kind or cls.kind
         hints = dict(inspect.get_annotations(cls))
         for field in (*dataclasses.fields(cls), *option_fields(of or cls.module)):
-            default = vars(cls).get(field.name)  # set by the config for an option of a base or the module
+            default = vars(cls).get(field.name)  # this config's default for a base's or the module's option
             if field.name in hints and "option" in field.metadata and isinstance(default, bool | int | float | str):
                 setattr(cls, field.name, dataclasses.field(default=default, metadata=field.metadata))
         if of is not None:
@@ -218,7 +218,7 @@ class LayerConfig:
             added = {field.name: field for field in declared if field.name not in known | hints.keys()}
             for name, field in added.items():
                 setattr(cls, name, dataclasses.field(default=field.default, metadata=field.metadata))
-            # A class variable is not a field, even if a base has such a field.
+            # A base's option that the module lacks is annotated as a class variable, so that it is no field.
             removed = dict.fromkeys(missing & known - hints.keys(), ClassVar[Any])
             cls.module, cls.__annotations__ = of, {name: field.type for name, field in added.items()} | removed | hints
         dataclasses.dataclass(frozen=True)(cls)
@@ -232,7 +232,7 @@ class LayerConfig:
         return self.module(**chosen | self.shared(model), parent=None)
 
     def shared(self, model) -> dict[str, Any]:
-        """The module's fields that depend on the model: dtype, heads and initializers, if it has such fields."""
+        """The module's fields that come from the model: dtype, heads and initializers, if the module has them."""
         values = {
             "dtype": model.dtype,
             "num_heads": self.heads or model.num_heads,
@@ -243,7 +243,7 @@ class LayerConfig:
         return {name: value for name, value in values.items() if name in known}
 
     def check(self, model) -> None:
-        """Raise FieldError for options that do not fit one another or the model's options."""
+        """Raise FieldError for options that conflict with one another or with the model's options."""
         try:
             with jax.enable_x64(True):  # a float64 model may be described even if x64 is off
                 jax.eval_shape(lambda: self.make(model).init_cache(1, model.width, 1))
@@ -255,7 +255,7 @@ class LayerConfig:
 
 
 def option_fields(module: type[Layer]) -> list[dataclasses.Field]:
-    """The options of a layer: the fields that it declares, and the fields of base classes that it takes."""
+    """The options of a layer: the option fields that it declares, and its base classes' option fields that it takes."""
     hints, takes = inspect.get_annotations(module), module.takes
     fields = (field for field in dataclasses.fields(module) if "option" in field.metadata)
     return [field for field in fields if takes is None or field.name in takes or field.name in hints]

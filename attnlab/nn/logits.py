@@ -9,7 +9,7 @@ from attnlab.ops.cross_entropy import capped, chunk_size, cross_entropy, loss_of
 
 
 def logits(config, x, embed):
-    """Logits, float32 `[B, R, rows]`, of features `[B, R, F]`, one for each row of the table `embed`."""
+    """Logits for features `[B, R, F]`, one for each row of the table `embed`: float32 `[B, R, rows]`."""
     return capped(sharding.constrain(embed.attend(x), "batch", "length", "vocab"), config.logit_cap)
 
 

@@ -1,7 +1,7 @@
-"""The matrices of a model, found by the classes of its modules: the parameters that multiply features.
+"""The matrices of a model, that is, the parameters that multiply features, found by the classes of its modules.
 
-A module's class declares its kernels in a table `matrices`, `{path: Matrix}`; the tables of Flax's modules are here.
-Names decide nothing: embedding tables, depthwise kernels, norms and biases belong to modules without matrices.
+A module's method `matrices` returns a table of its kernels, `{path: Matrix}`; the tables of Flax's modules are here.
+Parameter names decide nothing. Embedding tables, depthwise kernels, norms and biases are in no table.
 """
 
 import functools
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 
 class Matrix(NamedTuple):
-    """The axes of a kernel that form a matrix, counted from the last; axes in front of them number the matrices.
+    """The axes of a kernel that form a matrix, counted from the last axis; axes before them enumerate matrices.
 
     Attributes:
       inputs: axes of the features that are multiplied.
@@ -29,11 +29,11 @@ class Matrix(NamedTuple):
 
 
 def matrices_of(model: nn.Module, *inputs: Any) -> dict[str, Matrix]:
-    """The matrices of a model by the paths of their parameters, without the layer that computes the logits.
+    """The matrices of a model by parameter path, except for the layer that computes the logits.
 
     Args:
-      model: any Flax module. A module whose class has `matrices`, a method from its input's features to a table,
-        declares them; kernels of `nn.Dense`, `nn.DenseGeneral` and `nn.Conv` count anywhere, unless depthwise.
+      model: any Flax module. Its submodules declare matrices by a method `matrices(features)`, where `features` is the
+        input's width. Kernels of `nn.Dense`, `nn.DenseGeneral` and ungrouped `nn.Conv` count without it.
       inputs: the model's inputs, arrays or `jax.ShapeDtypeStruct`; nothing is computed.
 
     >>> matrices = matrices_of(Mlp(), jnp.zeros((1, 8)))
@@ -57,7 +57,7 @@ def matrices_of(model: nn.Module, *inputs: Any) -> dict[str, Matrix]:
 
 
 def matrix_at(matrices: dict[str, Matrix], path: Iterable) -> Matrix | None:
-    """The matrix at a parameter's path of `jax.tree_util`, with or without stacked layers; None if it is no matrix."""
+    """The matrix at a parameter's `jax.tree_util` path, in stacked or unstacked layers; None if it is no matrix."""
     path = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
     return matrices.get(re.sub(r"(?<![^/])blocks(?:_(\d+))?(?=/)", lambda match: f"block_{match[1] or 0}", path))
 
@@ -88,6 +88,6 @@ _FLAX: dict[type[nn.Module], Callable[[Any], dict[str, Matrix]]] = {
 
 
 def _makes_logits(path: str, params, logits) -> bool:
-    """Whether a kernel belongs to a direct submodule of the model and has the logits' size as its last axis."""
+    """Whether a kernel belongs to a direct submodule of the model, and has as many outputs as there are logits."""
     name, *rest = path.split("/")
     return rest == ["kernel"] and params[name]["kernel"].shape[-1] == jax.tree.leaves(logits)[0].shape[-1]

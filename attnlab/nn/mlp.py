@@ -22,17 +22,17 @@ ACTIVATIONS = {
 
 
 class Mlp(nn.Module):
-    """Feed-forward layer: W_2 activation(W_1 x) (Vaswani et al. 2017, section 3.3), or a gated one.
+    """Feed-forward layer: W_2 activation(W_1 x) (Vaswani et al. 2017, section 3.3), or its gated form.
 
-    A gated layer is W_2 (activation(W_g x) ⊙ W_1 x) (Shazeer 2020, equation 6): SwiGLU with "silu", GeGLU with "gelu"
+    The gated form is W_2 (activation(W_g x) ⊙ W_1 x) (Shazeer 2020, equation 6): SwiGLU with "silu", GeGLU with "gelu"
     or "gelu_tanh".
 
     Attributes:
-      hidden: width between the two layers; None for four times the input's width.
+      hidden: number of hidden features; None for four times the input's width.
       activation: "gelu_tanh" (GELU's tanh form, as in GPT-2), "gelu" (Hendrycks and Gimpel 2016), "relu",
         "relu_squared" (So et al. 2021) or "silu".
-      gated: whether the hidden features are multiplied by activated gates.
-      use_bias: whether the layers add a bias.
+      gated: whether the layer has the gated form.
+      use_bias: whether the linear layers add a bias.
       kernel_init, out_kernel_init: initializers of `up/kernel` and `gate/kernel` `[F, hidden]`, and of `down/kernel`
         `[hidden, F]`.
       dtype: type of the computation; None for the input's type.

@@ -32,7 +32,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         head_i = attention(x W_Q[i], y W_K[i], y W_V[i])        x [B, Tq, F], y [B, Tk, Fk]
         out    = Concat(head_1, …, head_H) W_O                  head_i [B, Tq, D], out [B, Tq, F]
 
-    Self-attention has y = x. If Hk < H, H / Hk query heads share a key head. Head i equals a `Head` with slice i of the
+    Self-attention has y = x. If Hk < H, H / Hk query heads share a key head. Head i is a `Head` with slice i of the
     parameters. Parameters have the names and shapes of `flax.linen.MultiHeadDotProductAttention`: `query/kernel`
     `[F, H, D]`, `key/kernel` and `value/kernel` `[Fk, Hk, D]`, `out/kernel` `[H, D, F]`, and biases, so checkpoints are
     interchangeable.
@@ -41,20 +41,20 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
       num_heads: H.
       out_features: width of the output; None for the input's width.
       use_bias: whether the projections add a bias.
-      mask: which keys each query may attend to; and-ed with the mask of the call. A bool array counts as
+      mask: which keys each query may attend to; and-ed with the call's `mask`. A bool array counts as
         `masks.Dense`. Pass masks with traced arrays to the call.
       score_mod: see `attnlab.attention`; a function `fn(score, b, h, i, j)` counts as a `ScoreFn`.
       dropout_rate: probability of dropping an attention weight.
-      rotary: options of the rotary positions of queries and keys, or the base alone; None for no rotary positions.
+      rotary: how queries and keys are rotated, a `Rotary` or its base alone; None for no rotary positions.
       norm, norm_epsilon: for `qk_norm`, the kind of norm ("layer", "rms" or "rms_plus_one") and its ε.
-      forget_gate: add c_i − c_j to the scores after other score mods, where c is the running sum of log σ(forget(x))
-        over the tokens in array order, computed in float32 (Lin et al. 2025, section 3); `forget/kernel` `[F, H]` and
-        `forget/bias` `[H]`. Meant for a causal mask without rotary positions. Self-attention only.
+      forget_gate: whether to add c_i − c_j to the scores after other score mods, where c is the running sum of log
+        σ(forget(x)) over the tokens in array order, in float32 (Lin et al. 2025, section 3); `forget/kernel` `[F, H]`
+        and `forget/bias` `[H]`. Meant for a causal mask without rotary positions. Self-attention only.
       kernel_init, out_kernel_init: initializers; `out_kernel_init` None for `kernel_init`.
       dtype: type of the computation; None for the input's type.
 
     With `mutable=["intermediates"]` the weights `[B, H, Tq, Tk]` are sown as `attention_weights`. With a cache, Tk is S
-    for one query; for several, Tk is S + Tq, and keys are in order of position from max(0, length − S).
+    for a single query; for several it is S + Tq, and the keys are in order of position from max(0, length − S).
 
     >>> module = MultiHeadAttention(num_heads=4, mask=Causal())
     >>> x = jnp.ones((2, 5, 8))  # [batch, length, features]
@@ -142,10 +142,10 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
           inputs_kv: `[B, Tk, Fk]`, the memory of cross-attention; None for self-attention.
           mask: and-ed with `self.mask`, e.g. `masks.Padding(lengths)`. With a cache, its keys are the cache's S slots.
           deterministic: False to drop attention weights.
-          cache: previous keys and values, to which this step's are appended. Self-attention only.
-          positions: `[Tq]` or `[B, Tq]`, positions in the sequence; None for `arange`. Not with a cache, which counts.
+          cache: keys and values of the previous tokens; this call appends its own. Self-attention only.
+          positions: `[Tq]` or `[B, Tq]`, positions in the sequence; None for `arange`, and with a cache, which counts.
           segments, lengths: see `Context`; self-attention only. Rotary positions restart with each segment; masks and
-            score mods use positions in the sequence, which have the same distances as positions within a document.
+            score mods use positions in the sequence, because distances within a segment are the same in both.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
 
         Returns:
@@ -153,8 +153,8 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
 
         Raises:
           ValueError: the width or head counts do not divide; a cache has a wrong size, or comes with `inputs_kv` or
-            `positions`; `segments` have a wrong shape, or come with any of these; `rotary`, `forget_gate` or `conv` is
-            set with `inputs_kv`; any error of `attnlab.attention`.
+            `positions`; `segments` have a wrong shape, or come with any of these three; `rotary`, `forget_gate` or
+            `conv` is set with `inputs_kv`; any error of `attnlab.attention`.
           flax.errors.InvalidRngError: dropout is on, but there is neither `dropout_key` nor a `dropout` rng.
         """
         context = Context(mask, segments, lengths, positions, dropout_key)
@@ -171,7 +171,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         cache: KVCache | None = None,
         inputs_kv: Float[Array, "B Tk Fk"] | None = None,
     ) -> LayerOut:
-        """Run the steps `project`, `extend`, `attend` and `after`; a subclass may replace one of them."""
+        """Run the steps `project`, `extend`, `attend` and `after`; a subclass may override any of them."""
         memory = x if inputs_kv is None else inputs_kv
         if cache is not None:
             context = context._replace(positions=cache.length[:, None] + jnp.arange(x.shape[1]))
@@ -188,7 +188,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         return LayerOut(out, cache, new_values if self.value_residual else None)
 
     def project(self, x, memory, context: Context, cache: KVCache | None):
-        """(Queries of x, keys and values of the memory, each `[B, T, heads, D]`, the last inputs of convolutions)."""
+        """Return queries of x, keys and values of `memory`, `[B, T, heads, D]`, and the convolutions' last inputs."""
         self.check_options()
         width, (kv_heads, _) = x.shape[-1], self._of_keys(x.shape[-1])
         if self.head_dim is None and width % self.num_heads:
@@ -213,7 +213,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         return q, k, v, conv
 
     def extend(self, x, k, v, context: Context, cache: KVCache | None):
-        """(Keys and values of the cache and of these tokens, the operator's other arguments, the extended cache)."""
+        """Return keys and values, including the cache's, the operator's other arguments, and the extended cache."""
         mask, kv_positions = mask_of(self, context, cache), context.positions
         forget, kv_forget = self._forget_sums(x) if self.forget_gate else None, None
         if cache is not None:
@@ -226,14 +226,14 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         return k, v, terms | dropout_of(self, context), cache
 
     def attend(self, q, k, v, terms: dict, context: Context):
-        """(The operator's output `[B, T, H, Dv]`, the weights `[B, H, Rq, Tk]` as a function of query rows)."""
+        """Return the operator's output `[B, T, H, Dv]`, and a function from query rows to weights `[B, H, Rq, Tk]`."""
         sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,)) if self.sinks else None
         terms = {**terms, "sinks": sinks, "scale": self.scale}
         out = attention(q, k.astype(q.dtype), v.astype(q.dtype), impl=self.impl, **terms)
         return out, lambda rows=None: attention_weights(q, k, rows=rows, **without_dropout(terms))
 
     def after(self, z, v, x, context: Context):
-        """The input of the output projection, from z `[B, T, H, Dv]` and these tokens' values and inputs."""
+        """Compute the input of the output projection from z `[B, T, H, Dv]` and these tokens' values v and inputs x."""
         gate = nn.sigmoid(self._heads(x, "gate", (self.num_heads, z.shape[-1]))) if self.output_gate else None
         return z if gate is None else z * gate
 
@@ -269,7 +269,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
         options = {"dtype": wide, "kernel_init": self.kernel_init, "dot_general": products.dot_general}
         gates = nn.Dense(self.num_heads, name="forget", **options)(x)
         gates = sharding.constrain(gates, "batch", "length", "heads")
-        # Below −100 a gate forgets everything, and the sums would lose digits of the gates that follow.
+        # At −100 a log gate already forgets everything; lower values would cost the sums digits of later gates.
         return jnp.cumsum(jnp.maximum(nn.log_sigmoid(gates), -100.0), axis=-2)
 
     def _normalize(self, x, name):
@@ -278,7 +278,7 @@ class MultiHeadAttention(checks.MaskedModule, Layer):
 
 
 class SoftmaxConfig(LayerConfig):
-    """A kind of softmax attention to all previous tokens, or to the last `window`.
+    """Base class of configs of softmax attention, to all tokens so far or to the last `window`.
 
     Attributes:
       mask: and-ed with the causal mask or the window.
@@ -345,7 +345,7 @@ class AttentionConfig(SoftmaxConfig, of=MultiHeadAttention, kind="attention"):
         return (
             shared
             | norm
-            | {  # layer norms have Flax's ε, 1e-6
+            | {  # norms of kind "layer" keep Flax's ε, 1e-6
                 "head_dim": self.head_dim or model.width // heads,
                 "kv_heads": self.kv_heads or heads,
                 "qkv_bias": shared["use_bias"] if self.qkv_bias is None else self.qkv_bias,
@@ -371,7 +371,7 @@ class AttentionConfig(SoftmaxConfig, of=MultiHeadAttention, kind="attention"):
 
 
 class LocalConfig(AttentionConfig, kind="local"):
-    """Attention to the last `window` tokens, beside layers of another kind."""
+    """Attention to the last `window` tokens, as a separate kind that can alternate with full attention."""
 
     def check(self, model):
         if self.window is None:
@@ -395,7 +395,7 @@ def as_tuple(score_mod) -> tuple[ScoreMod, ...]:
 
 
 def mask_of(layer, context: Context, cache) -> Mask | None:
-    """The mask of a call: the layer's, the caller's, the documents' and the padding's, and-ed."""
+    """The mask of a call: the masks of the layer, the caller, documents and (without a cache) padding, and-ed."""
     mask = context.mask if context.segments is None else join(context.mask, Segments(context.segments))
     mask = mask if context.lengths is None or cache is not None else join(mask, Padding(context.lengths))
     return join(layer.mask, mask)
@@ -409,12 +409,12 @@ def dropout_of(layer, context: Context) -> dict:
 
 
 def without_dropout(terms: dict) -> dict:
-    """The arguments of `attention` that `attention_weights` takes as well."""
+    """The arguments in `terms` that `attention_weights` takes, too: all except dropout."""
     return {name: value for name, value in terms.items() if not name.startswith("dropout")}
 
 
 def seen(layer: nn.Module, z, weights: Callable, v, drops: bool):
-    """Pass the operator's output z through the tap of `attnlab.see` at the pattern; sow the pattern if requested."""
+    """Pass the operator's output z through `attnlab.see`'s tap of the pattern; sow the weights if requested."""
     if layer.is_mutable_collection("intermediates"):
         layer.sow("intermediates", "attention_weights", weights())
     return taps.attended(layer, z, weights, v, drops=drops)

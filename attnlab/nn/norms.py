@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
 
     Attributes:
       epsilon: ε.
-      plus_one: multiply by 1 + scale, where scale starts at 0 (Gemma Team 2024): weight decay draws the gain to 1.
+      plus_one: multiply by 1 + scale, where scale starts at 0 (Gemma Team 2024), so weight decay pulls the gain to 1.
       dtype: type of the result; None for the wider type of input and parameters. Sums are float32.
       groups: number of consecutive groups of features, each normalized separately (Wu and He 2018).
 
@@ -73,7 +73,7 @@ class RMSNorm(nn.Module):
 def make_norm(
     kind: str, epsilon: float, *, use_bias: bool = False, dtype: DType | None = None, name: str | None = None
 ) -> nn.Module:
-    """Make the norm of a kind: "layer", or, without a bias, "rms" or "rms_plus_one"."""
+    """Make a norm: kind "layer", or "rms" or "rms_plus_one", which have no bias; ValueError for another kind."""
     if kind not in NORMS:
         raise ValueError(f"norm = {kind!r}: expected one of {', '.join(NORMS)}")
     if kind == "layer":

@@ -14,7 +14,7 @@ def sinusoidal(positions: Int[Array, "*T"], features: int) -> Float[Array, "*T f
     """Sinusoidal positional encoding (Vaswani et al. 2017, section 3.5).
 
     PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i + 1) = cos(pos / 10000^(2i/d)). PE(pos + k) is PE(pos)
-    rotated by an angle that depends on k alone.
+    with each pair of features rotated by an angle that does not depend on pos.
 
     Args:
       positions: `[...]`, positions in the sequence.
@@ -32,7 +32,7 @@ def sinusoidal(positions: Int[Array, "*T"], features: int) -> Float[Array, "*T f
     """
     if features % 2:
         raise ValueError(f"sinusoidal positions rotate pairs of features, but there are {features}: use an even number")
-    # In float64 on the host: the rounding error of a float32 power is multiplied by the position.
+    # In float64 on the host, because positions multiply the rounding error that a float32 power would have.
     frequencies = np.asarray(1.0 / 10_000.0 ** (np.arange(0, features, 2) / features), np.float32)
     angles = jnp.asarray(positions)[..., None].astype(jnp.float32) * frequencies
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*angles.shape[:-1], features)
@@ -45,7 +45,7 @@ class LearnedPositions(nn.Module):
       context: number of positions.
       features: width of a vector.
       embedding_init: initializer of `embedding` `[context, features]`.
-      dtype: type of the result; float32 when None.
+      dtype: type of the result; None for the embedding's type.
 
     >>> table = LearnedPositions(context=8, features=4)
     >>> table.init_with_output(jax.random.key(0), jnp.arange(3))[0].shape
@@ -75,7 +75,7 @@ class LearnedPositions(nn.Module):
 
 
 def within_segments(segments: Int[Array, "*B T"]) -> Int[Array, "*B T"]:
-    """int32 positions that restart with each run of equal ids, such as the documents of one sequence."""
+    """int32 positions that restart with each run of equal ids, that is, with each document in a sequence."""
     index = jnp.broadcast_to(jnp.arange(segments.shape[-1], dtype=jnp.int32), segments.shape)
     is_first = jnp.concatenate([jnp.ones_like(segments[..., :1], bool), segments[..., 1:] != segments[..., :-1]], -1)
     return index - lax.cummax(jnp.where(is_first, index, 0), axis=index.ndim - 1)

@@ -11,7 +11,7 @@ from attnlab.types import Array, DType
 def dense(
     layer: nn.Module, name: str, *features: int, use_bias: bool, dtype: DType | None = None, **initializers
 ) -> nn.DenseGeneral:
-    """A linear layer to heads and features, or to `features` alone, with the initializer and the type of `layer`."""
+    """A linear layer to axes of sizes `features`, e.g. heads and head_dim, with initializer and type of `layer`."""
     return nn.DenseGeneral(
         features,
         use_bias=use_bias,
@@ -23,7 +23,7 @@ def dense(
 
 
 def out(layer: nn.Module, z: Float[Array, "B T H V"], features: int, *, use_bias: bool) -> Float[Array, "B T F"]:
-    """Project z to `[B, T, features]` by "out", with the initializers and type of `layer`; `attnlab.see` taps z."""
+    """Project z to `[B, T, features]` by a submodule "out", as `layer` configures it; `attnlab.see` taps z."""
     z = sharding.constrain(taps.tap(layer, "z", z), "batch", "length", "heads", None)
     return nn.DenseGeneral(
         features,

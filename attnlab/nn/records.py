@@ -1,7 +1,7 @@
 """Layers as JSON, in `config.json`: kinds and options by name, masks and score mods by class and fields.
 
-An array is named by its sha256; its bytes are in a file beside `config.json`. Code is named and never run: its name
-resolves if this process has imported it. If not, an `Absent` takes its place and raises an error when it is used.
+An array is named by its sha256; its bytes are in a file beside `config.json`. Code is only named, never run: a name
+resolves if this process has imported the code; otherwise an `Absent` replaces it, which raises an error when used.
 """
 
 import dataclasses
@@ -131,7 +131,7 @@ def code_in(record) -> Iterator[dict[str, str]]:
 
 
 def code_of(value) -> list[Callable]:
-    """The user-defined functions and classes in a layer's mask and score mods; UserError for an absent one."""
+    """The user-defined functions and classes in a layer's mask and score mods; UserError for absent code."""
     if isinstance(value, Absent):
         value.missing()
     if inspect.isfunction(value):
@@ -154,7 +154,7 @@ def arrays_of(value) -> dict[str, np.ndarray]:
 
 
 def same(a, b, *, by_version: bool = False) -> bool:
-    """Whether two values have equal records. Code counts only if `by_version`, because a run compares versions."""
+    """Whether two values have equal records. Code is ignored unless `by_version`, because runs compare versions."""
     try:
         return a is b or _text(of_value(a), by_version) == _text(of_value(b), by_version)
     except TypeError:
@@ -193,13 +193,13 @@ def _is_group(field: dataclasses.Field, value) -> bool:
 
 
 def _version(value: Function) -> str:
-    """Twelve digits of a digest of what a mask's or score mod's function computes; "" if it cannot be traced alone."""
+    """12 digits that identify what the function of a mask or score mod computes; "" if it cannot be traced alone."""
     scores = (jax.ShapeDtypeStruct((), jnp.float32),) if isinstance(value, ScoreFn) else ()
     arrays = (jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x for x in value.arrays)
     digest, index = Digest(), jax.ShapeDtypeStruct((), jnp.int32)
     try:
         digest.add(value.fn, *scores, *[index] * 4, *arrays)
-    except Exception:  # whatever it raises; the operator reports it
+    except Exception:  # user code may raise anything; the operator reports it
         return ""
     return digest.hexdigest()[:12]
 
@@ -228,7 +228,7 @@ def _found(code: Mapping[str, str]) -> Callable | None:
 
 
 def in_module(code: Mapping[str, str]) -> Callable | None:
-    """The function or class of this name in an imported module; the module may have another name by now."""
+    """The function or class that a record names, in the module of this name or in any module of the same file."""
     same_file = (each for each in list(sys.modules.values()) if code["file"] == (getattr(each, "__file__", None) or 0))
     for module in (sys.modules.get(code["module"]), *same_file):
         value = module

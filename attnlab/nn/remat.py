@@ -2,15 +2,15 @@
 
 from attnlab.nn import sharding
 
-# What each stores: everything; the block's input; input and matrix products; input and the operator's output.
+# Stored: everything; the block's input; input, matrix products, attention's output; input and attention's output.
 REMAT = ("none", "block", "dots", "attention")
 
 
 def remat_policy(remat: str, *, gathers: bool, loop: bool):
-    """(Whether `jax.checkpoint` is needed, its policy), for a block that `gathers` parameters, or layers in a `loop`.
+    """Return (whether a block needs `jax.checkpoint`, its policy).
 
-    Without a loop, XLA recomputes the elementwise functions between products by itself. Across the iterations of a loop
-    it cannot, so "none" is treated as "dots" there.
+    `gathers` is whether the block gathers its parameters, `loop` whether it runs in a loop over layers. Without a loop,
+    XLA by itself recomputes elementwise functions between products. In a loop it cannot, so "none" then means "dots".
     """
     remat = "dots" if loop and remat == "none" else remat
 
@@ -25,7 +25,7 @@ def remat_policy(remat: str, *, gathers: bool, loop: bool):
 
 
 def _is_product(primitive, params) -> bool:
-    """Whether a primitive is a product with weights; products of scores and values have batch axes."""
+    """Whether a primitive is a product with weights, without batch axes; products of two activations have them."""
     if primitive.name == "dot_general":
         return params["dimension_numbers"][1] == ((), ())
     return primitive.name == "matrix_product"

@@ -18,12 +18,12 @@ _SCALED, _BY_TURNS, _YARN = ({"scaling": kinds} for kinds in (SCALINGS[1:], tupl
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Rotary position embedding (Su et al. 2021): the pair of features (i, i + R/2) turns by pos / base^(2i/R).
+    """Rotary position embedding (Su et al. 2021): pair (i, i + R/2) of R rotated features turns by pos / base^(2i/R).
 
     So that a model can read longer sequences than in training, pairs are slowed down by `factor`: "linear" slows all
     pairs (Chen et al. 2023); "llama3" and "yarn" slow pairs that make fewer than `slow_turns` turns within the original
     context, and leave pairs that make more than `fast_turns` unchanged. Pairs in between are slowed partly, by a share
-    that is linear in their turns (Llama Team 2024) or in the index of the pair (Peng et al. 2023, section 3.2).
+    that is linear in their turns ("llama3", Llama Team 2024) or their index ("yarn", Peng et al. 2023, section 3.2).
 
     >>> Rotary(base=100.0).frequencies(8).round(3)
     array([1.   , 0.316, 0.1  , 0.032], dtype=float32)
@@ -55,7 +55,7 @@ class Rotary:
         validate(self)
 
     def check(self, head_dim: int) -> None:
-        """Raise FieldError unless heads of `head_dim` features can be rotated by these options."""
+        """Raise FieldError unless heads of `head_dim` features can be rotated with these options."""
         if (rotated := self.rotated(head_dim)) < 2 or rotated % 2:
             expected = "expected an even number of 2 or more"
             raise FieldError(
@@ -78,7 +78,7 @@ class Rotary:
         """Radians per position of each pair, float32 `[R/2]`; FieldError as for `check`."""
         self.check(head_dim)
         rotated = self.rotated(head_dim)
-        # In float64 on the host: the rounding error of a float32 power is multiplied by the position.
+        # In float64 on the host, because positions multiply the rounding error that a float32 power would have.
         frequencies = 1.0 / self.base ** (np.arange(0, rotated, 2) / rotated)
         if self.scaling == "linear":
             frequencies = frequencies / self.factor
@@ -89,7 +89,7 @@ class Rotary:
 
     @property
     def amplitude(self) -> float:
-        """The factor of rotated queries and keys: 1 unless `scaling` is "yarn"."""
+        """The factor that multiplies rotated queries and keys: 1 unless `scaling` is "yarn"."""
         if self.scaling != "yarn":
             return 1.0
         return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
@@ -99,7 +99,7 @@ class Rotary:
         return _FAST_TURNS[self.scaling] if self.fast_turns is None else self.fast_turns
 
     def _fast_share(self, frequencies, rotated):
-        """1 for pairs that keep their frequency, 0 for pairs that are slowed by `factor`."""
+        """For each pair a share: 1 keeps its frequency, 0 slows it by `factor`, and shares between do so partly."""
         if self.scaling == "llama3":
             turns = self.original_context * frequencies / (2 * math.pi)
             return np.clip((turns - self.slow_turns) / (self._fast_turns - self.slow_turns), 0, 1)
@@ -132,7 +132,7 @@ def rotary(
       `[..., T, H, D]` in x's type.
 
     Raises:
-      ValueError: D is odd, the number of positions is not T, or `Rotary.check` rejects the options.
+      ValueError: the number of positions is not T, or `Rotary.check` rejects D with these options, e.g. an odd D.
 
     >>> q = rotary(jnp.ones((3, 1, 2)), jnp.arange(3))
     >>> print(np.asarray(q[:, 0]).round(2))

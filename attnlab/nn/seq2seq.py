@@ -20,7 +20,7 @@ class Seq2Seq(nn.Module):
     Attributes:
       vocab_size: V; token 0 starts and ends an output, and pads sources.
       width: F, the width of embeddings and states.
-      attention: the attention layer, any module called as `(queries [B, 1, F], memory [B, S, 2F], mask=…)`,
+      attention: the attention layer, any module that is called as `(queries [B, 1, F], memory [B, S, 2F], mask=…)`,
         e.g. `AdditiveAttention()` or `MultiHeadAttention(num_heads=1)`.
 
     >>> from attnlab.nn import AdditiveAttention
@@ -45,7 +45,7 @@ class Seq2Seq(nn.Module):
         Args:
           source: `[B, S]`; tokens beyond a source's length are ignored.
           lengths: `[B]`, number of tokens in each source.
-          inputs: `[B, T]`, the token before each output; −1 for the model's own prediction of the previous step.
+          inputs: `[B, T]`, the token before each output; after the first, −1 stands for the model's own prediction.
 
         Returns:
           float32 `[B, T, V]`.
@@ -101,7 +101,7 @@ class _DecoderStep(nn.Module):
 def alignment(
     model: Seq2Seq, params, source: Int[Array, "B S"], lengths: Int[Array, " B"], inputs: Int[Array, "B T"]
 ) -> Float[Array, "B T S"]:
-    """The attention weight of each output token on each source token (Bahdanau et al. 2015, figure 3).
+    """The attention weights of output tokens on source tokens (Bahdanau et al. 2015, figure 3).
 
     Arguments and errors are the same as in a call of the model.
 
@@ -116,6 +116,6 @@ def alignment(
     Array([0., 0., 0.], dtype=float32)
     """
     _, sown = model.apply(params, source, lengths, inputs, mutable=["intermediates"])
-    (weights,) = jax.tree.leaves(sown["intermediates"])  # [T, B, S], or [T, B, H, 1, S]
+    (weights,) = jax.tree.leaves(sown["intermediates"])  # [T, B, 1, S], or with heads [T, B, H, 1, S]
     weights = weights.reshape(*weights.shape[:2], -1, source.shape[1])
     return jnp.swapaxes(weights.mean(axis=2), 0, 1)

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from attnlab.ops.meshes import names_of
 from attnlab.types import Array
 
-# Axis names of parameters; all others (norms, and biases that are not listed) have none.
+# Axis names by parameter path; parameters that match no rule, such as norms and some biases, have none.
 PARAMETERS = (
     (r"query/kernel$", ("embed", "heads", None)),
     (r"(key|value)/kernel$", ("embed", "kv_heads", None)),
@@ -55,14 +55,14 @@ PARAMETERS = (
 
 
 def parameter_names(path: str, rank: int) -> tuple[str | None, ...]:
-    """The axis names of a parameter, or of a part of it; stacked layers have one more axis in front."""
+    """The axis names of a parameter or of a part of its kernel, "…/kernel/0"; stacked layers have one more in front."""
     path = re.sub(r"/kernel/\d+$", "/kernel", path)
     names = next((names for rule, names in PARAMETERS if re.search(rule, path)), ())
     return (*(None,) * (rank - len(names)), *names)
 
 
 def spec_of(names, shape, mesh) -> PartitionSpec:
-    """The mesh axes that split an array by the current rules; an axis whose size they do not divide is not split."""
+    """The mesh axes that split an array by the current rules; they split no axis whose size they do not divide."""
 
     def splits(axes, size):
         axes = tuple(name for name in names_of(axes) if name not in _manual(mesh))
@@ -75,7 +75,7 @@ def spec_of(names, shape, mesh) -> PartitionSpec:
 
 
 def shards(name: str, x: Array) -> int:
-    """The number of devices that split axes of this name, by the current rules and the mesh of `x`."""
+    """The number of shards of an axis of this name, by the current rules and the mesh of `x`."""
     mesh = _mesh(x)
     if mesh is None:
         return 1
@@ -83,7 +83,7 @@ def shards(name: str, x: Array) -> int:
 
 
 def over_tokens(function, x: Array, weights: Array, targets: Array) -> Array:
-    """Run `function(x, weights, targets)` on each device's tokens, if only batch and length are split.
+    """Run `function(x, weights, targets)` on each device's tokens if only batch and length are split, else on all.
 
     The gradient of the weights is then summed over devices once; XLA would sum it in every iteration of a loop.
     """
@@ -99,10 +99,10 @@ def over_tokens(function, x: Array, weights: Array, targets: Array) -> Array:
 
 
 def over_examples(function, whole, batch):
-    """Run `function(whole, batch, axes)` on the examples of each device, or of each group that together holds `whole`.
+    """Run `function(whole, batch, axes)` on each device's examples; devices that split `whole` work as one group.
 
-    The function must sum or average its results over the mesh axes named by `axes`, so that they are equal on all
-    devices; `axes` is None if all examples are in one place. `batch` is a tree of arrays `[B, ...]`.
+    The function must sum or average its results over the mesh axes `axes`, so that they are equal on all devices;
+    `axes` is None if the function gets all examples at once. `batch` is a tree of arrays `[B, ...]`.
     """
     x = jax.tree.leaves(batch)[0]
     mesh = _mesh(x)
@@ -131,7 +131,7 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 
 def gathered(params, dtype=None, prefix: str = ""):
-    """Gather a layer's parameters along "embed"; cast split ones to `dtype` before, so that fewer bytes move.
+    """Gather a layer's parameters along "embed", cast to `dtype` before if they are split, so that fewer bytes move.
 
     The gradient comes back in shards. `prefix` is the path of the tree within a model's parameters, e.g. "embed".
     """
@@ -180,7 +180,7 @@ def _gathered_backward(used, stored, _, g):
 
 
 def _table_backward(used, stored, _, g):
-    # Summed first, then split: otherwise XLA would split the activations that were looked up.
+    # Summed first, then split: otherwise XLA would split the activations that were looked up in the table.
     return (lax.with_sharding_constraint(lax.with_sharding_constraint(g, used), stored),)
 
 
@@ -196,7 +196,7 @@ def is_gather(primitive) -> bool:
 
 
 def _mesh(x):
-    """The mesh over which the rules split an array, or None; `shard_map` and Explicit axes are left alone."""
+    """The mesh over which rules can split an array, or None; `shard_map` axes and Explicit meshes are left alone."""
     if not nn.get_logical_axis_rules() or not isinstance(x, jax.Array):
         return None
     mesh = jax.typeof(x).sharding.mesh

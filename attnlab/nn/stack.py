@@ -1,7 +1,7 @@
-"""The layers of a model: the layout of their parameters, and the one way to run them.
+"""The layers of a model: the layout of their parameters, and `fold`, which runs them in either layout.
 
 Unstacked, the parameters are `block_0`, `block_1`, …. Stacked, layers of equal shapes are one `blocks`, with a leading
-axis of layers. If layers of different shapes repeat in a pattern, each place in the pattern has a stack, `blocks_0`,
+axis of layers. If layers of different shapes repeat in a pattern, each place in the pattern has its stack, `blocks_0`,
 `blocks_1`, …, and layers after the last whole repetition stay unstacked.
 """
 
@@ -136,9 +136,9 @@ def _reshaped(x: jax.ShapeDtypeStruct, shape, split) -> jax.ShapeDtypeStruct:
 
 
 def fold(model, x, context: Context, keys, caches):
-    """(The residual stream `[B, T, F]` after the layers of a `GPT` that is being applied, the extended caches or None).
+    """Run the layers of a bound `GPT`, and return (the residual stream `[B, T, F]`, the extended caches or None).
 
-    `context` is the same for all layers; `keys` are dropout keys, one per example; `caches` are one per layer.
+    All layers share `context`; `keys` are dropout keys, one per example, or None; `caches`, one per layer, or None.
     """
     params = model.variables.get("params", {})
     if not is_stacked(params):
@@ -153,7 +153,7 @@ def fold(model, x, context: Context, keys, caches):
     def unstacked(variables):
         return {"params": unstack_layers(variables["params"])}
 
-    # Caches and other collections belong to single layers.
+    # Caches and collections other than params are per layer, so the layers run one by one.
     return nn.map_variables(_one_by_one, "params", trans_in_fn=unstacked)(model, x, context, keys, caches)
 
 
@@ -174,7 +174,7 @@ def _one_by_one(model, x, context, keys, caches):
 
 
 def _in_a_loop(model, x, context, keys, params):
-    """Run the layers as one loop over stacks: one pattern is compiled, whatever the depth."""
+    """Run the layers as one loop over stacks, which compiles only one pattern, whatever the depth."""
     stacks = _stacks(params)
     places, period = len(stacks), math.lcm(len(stacks), len(model.config.layers))
     stacked_layers = _turns(stacks) * places
@@ -187,7 +187,7 @@ def _in_a_loop(model, x, context, keys, params):
 
     def run_one(n, params, x, context, layer, *, in_loop) -> LayerOut:
         call = functools.partial(forward, blocks[n])
-        # A loop prevents common subexpression elimination by itself.
+        # Within a loop, XLA does not eliminate these common subexpressions anyway.
         call = jax.checkpoint(call, policy=policy, prevent_cse=not in_loop) if recomputes else call
         return call(params, x, context, layer, keys)
 
@@ -206,7 +206,7 @@ def _in_a_loop(model, x, context, keys, params):
             x = run_one(n, weights, x, context, first + n, in_loop=True).out
         return x, None
 
-    # With value residuals, the first period gives its values to the others; an incomplete period comes last.
+    # With value residuals, the first period runs before the loop, which needs its values; an incomplete one runs last.
     start = min(period, model.config.num_layers) if any(block.value_residual for block in blocks) else 0
     for layer in range(start):
         x, context = alone(x, context, layer)
@@ -230,5 +230,5 @@ def _at(context: Context, layer, keys) -> Context:
 
 
 def _with_values(context: Context, result: LayerOut) -> Context:
-    """The context of the layers after this one: the first layer with values sets the first values."""
+    """The context of the layers after this one; the first layer that returns values sets `first_values`."""
     return context._replace(first_values=result.values) if context.first_values is None else context

@@ -11,8 +11,8 @@ from attnlab.ops.stick_breaking import stick_breaking_attention, stick_breaking_
 class StickBreakingAttention(MultiHeadAttention):
     """Multi-head attention by `attnlab.stick_breaking_attention` (Tan et al. 2024, arXiv 2410.17980).
 
-    A token attends to the tokens before it, the nearest first, and not to itself. The order of the keys is its only
-    information about positions. Parameters, cache and call are the same as in `MultiHeadAttention`.
+    A token attends to the tokens before it, the nearest first, and not to itself. Of the positions, it uses only the
+    order of the keys. Parameters, cache and call are the same as in `MultiHeadAttention`.
 
     Attributes: as in `MultiHeadAttention`, without `score_mod`, `dropout_rate`, `sinks` and `forget_gate`.
       impl: "auto", "dense" or "blockwise".

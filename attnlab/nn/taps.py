@@ -1,7 +1,7 @@
 """Points at which `attnlab.see` reads and edits the values of a module; without it they add nothing to the program.
 
-Requests and edits travel as variable collections, not as global state: they reach modules within `nn.jit`, `nn.remat`
-and `nn.scan`, belong to the key of every cache of compiled programs, and are not shared between threads.
+Requests and edits are variable collections, not global state, so they reach modules within `nn.jit`, `nn.remat` and
+`nn.scan`, belong to the key of every cache of compiled programs, and are not shared between threads.
 `mutable=["see_pattern"]` requests the patterns, and the variables `{"edit_z": {"block_0": {"attention": {"tapped":
 edit}}}}` replace z of that module with `edit(z)`.
 """
@@ -24,7 +24,7 @@ ROWS = "see_rows"
 
 
 def asked(name: str) -> str:
-    """The collection that a value is sown into, if the collection is mutable."""
+    """The collection into which a value is sown; a caller requests the value by making the collection mutable."""
     return f"see_{name}"
 
 
@@ -34,11 +34,11 @@ def edits(name: str) -> str:
 
 
 COLLECTIONS = (*(f(name) for name in (*ATTENTION, *STREAMS, NORM, MISMATCH, MADE) for f in (asked, edits)), ROWS)
-"""Names of the collections of `attnlab.see`: `nn.scan` and `nn.vmap` pass on only what their `variable_axes` name."""
+"""The collections of `attnlab.see`, for the `variable_axes` of `nn.scan` and `nn.vmap`, which pass on no others."""
 
 
 class LinenPort:
-    """The requests and edits of one module of `flax.linen`, while it runs."""
+    """The requests and edits for one `flax.linen` module, while it runs."""
 
     def __init__(self, module: nn.Module):
         self._module = module
@@ -84,11 +84,11 @@ def tap(module, name: str, value):
 
 
 def attended(module, z, weights: Callable, v: Float[Array, "*B Tk Hk Dv"], *, drops: bool = False):
-    """Pass the operator's output z = pattern·v, `[..., Tq, H, Dv]`, through the tap at the pattern.
+    """Pass the operator's output z = pattern·v, `[..., Tq, H, Dv]`, through the tap of the pattern.
 
     `weights(rows)` returns the pattern `[..., H, Rq, Tk]` of the query indices `rows` (None for all), and `drops` says
-    whether z has dropout. An edited pattern p' adds (p' − p)·v to z. So the operator's kernel computes z with and
-    without an edit, and an edit that changes nothing leaves every bit as it is.
+    whether z has dropout. An edited pattern p' adds (p' − p)·v to z, so the same kernel computes z with and without an
+    edit, and an edit that changes nothing changes no bit.
     """
     port = LinenPort(module) if isinstance(module, nn.Module) else module
     edit = port.edit("pattern")
@@ -114,7 +114,7 @@ def attended(module, z, weights: Callable, v: Float[Array, "*B Tk Hk Dv"], *, dr
 
 def _weighted(pattern, v, weights):
     """pattern·v for `[..., H, Tq, Tk]` and `[..., Tk, Hk, Dv]`: `[..., Tq, H, Dv]`."""
-    # Keys without weight may have any values, even NaN; queries that are NaN may have any weights.
+    # A key without positive weight is not read: its value may even be NaN. NaN weights, of NaN queries, do not count.
     is_read = (weights > 0).any(axis=(-3, -2))[..., None, None]
     v = jnp.repeat(jnp.where(is_read, v, 0), pattern.shape[-3] // v.shape[-2], axis=-2)
     return jnp.einsum("...hqk,...khd->...qhd", pattern, v.astype(pattern.dtype))

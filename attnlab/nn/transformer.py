@@ -28,9 +28,9 @@ class Block(Layer):
       use_bias: whether the norms add a bias.
       norm_epsilon: ε of the norms.
       norm: "layer", "rms" or "rms_plus_one", see `make_norm`.
-      norm_at: "before" a layer; "after" it, x + norm(attention(x)) (OLMo Team 2024, section 3.2); or "both" (Gemma
-        Team 2024). Norms after a layer are named `attention_post_norm` and `mlp_post_norm`. "stream" is norm(x +
-        attention(x)), then norm(x + mlp(x)), the post-norm of Vaswani et al. 2017.
+      norm_at: "before" a layer; "after" it, x + norm(attention(x)) (OLMo Team 2024, section 3.2); "both" (Gemma Team
+        2024); or "stream", norm(x + attention(x)), then norm(x + mlp(x)), the post-norm of Vaswani et al. 2017. Norms
+        of a layer's output are named `attention_post_norm` and `mlp_post_norm`.
       dtype: type of the computation; None for the input's type.
 
     >>> block = Block(MultiHeadAttention(num_heads=2, mask=Causal()), Mlp())
@@ -98,7 +98,7 @@ class Block(Layer):
 class GPT(nn.Module):
     """A decoder-only transformer: by default pre-norm blocks and a tied embedding (Radford et al. 2019).
 
-    Its config makes it a GPT-2, Llama, Gemma, Qwen or OLMo: `attnlab.interop.huggingface` reads a config from a
+    The config can make it a GPT-2, Llama, Gemma, Qwen or OLMo: `attnlab.interop.huggingface` reads the config of a
     checkpoint, and docs/guide/models.md lists the fields.
 
     Weights are drawn from a normal distribution with standard deviation 0.02, or 0.02/√(2L) if they project onto the
@@ -113,14 +113,14 @@ class GPT(nn.Module):
     >>> jax.jit(model.apply)(params, tokens).shape  # logits of the next token, at each position
     (1, 6, 10)
 
-    Layers may also be stacked (`stack_layers`). They then run in one loop, which compiles in the time of one pattern;
-    with caches, or collections other than parameters, each layer runs by itself:
+    Layers may also be stacked (`stack_layers`). They then run in a loop that compiles only one pattern of layers; with
+    caches, or with collections other than parameters, they run one by one:
 
     >>> stacked = {"params": stack_layers(params["params"])}
     >>> bool(jnp.allclose(model.apply(stacked, tokens), model.apply(params, tokens), atol=1e-6))
     True
 
-    Two documents packed into one sequence, which do not attend to each other:
+    Here two documents are packed into one sequence, and neither attends to the other:
 
     >>> segments = jnp.array([[0, 0, 0, 0, 1, 1]])
     >>> model.apply(params, tokens, segments=segments).shape
@@ -174,21 +174,21 @@ class GPT(nn.Module):
         Args:
           tokens: int `[B, T]`, each in [0, vocab_size); checked unless traced.
           mask: and-ed with the causal mask or window of every layer, e.g. `masks.Segments(ids)`; a bool array counts
-            as `masks.Dense`. With caches, the keys are the caches' S slots: a bool array is `[T, S]`.
+            as `masks.Dense`. With caches, its keys are the caches' S slots, so a bool array is `[T, S]`.
           deterministic: False for dropout.
           caches: one per layer (`init_caches`), each with a length `[B]`; `tokens` continue the cached sequences.
           dropout_key: one key, or one per example `[B]`; the `dropout` rng when None.
-          targets: int `[B, T]`, or `[B, R]` with `places`, the next tokens, each in [0, vocab_size); checked unless
-            traced; the loss of traced others is NaN. Large logits are then never held at once: see `ops.cross_entropy`.
-          segments: int `[B, T]`, the number of each token's document in sequences of several documents, one after
+          targets: the next tokens, int `[B, T]`, or `[B, R]` with `places`, each in [0, vocab_size); checked unless
+            traced (then others have loss NaN). Large logits are computed in chunks: see `ops.cross_entropy`.
+          segments: int `[B, T]`, each token's document number, where a sequence holds several documents one after
             another: a token attends only to its own document, and positions restart with each document.
-          lengths: int `[B]`, the number of tokens in each sequence. The rest, at the right, is padding: no token
-            attends to it and no cache stores it.
+          lengths: int `[B]`, the number of tokens in each sequence. Later tokens are padding: no token attends to
+            padding, and no cache stores it.
           places: int `[B, R]`, the positions whose logits or losses are computed; None for all T.
 
         Returns:
-          float32 `[B, R, V]` (R is T without `places`, or what `attnlab.see` keeps) and, with caches, the extended
-          caches; with targets, their cross-entropy in nats, float32 `[B, R]`.
+          Logits, float32 `[B, R, V]` (R is T without `places`, unless an edit of `attnlab.see` selects positions) and,
+          with caches, the extended caches; with targets, their cross-entropy in nats, float32 `[B, R]`.
 
         Raises:
           ValueError: tokens are out of range; a sequence is longer than the learned positions; caches, a mask, targets,
@@ -239,11 +239,11 @@ class GPT(nn.Module):
         if encoding == "learned":
             table = LearnedPositions(self.config.context, width, dtype=self.dtype, name="positions")
             return x + sharding.gathering(self, lambda table: table(positions))(table)
-        # As in Vaswani et al. 2017, section 3.4: sines of size 1 would dominate embeddings of standard deviation 0.02.
+        # Scaled as in Vaswani et al. 2017, section 3.4: otherwise sines would dominate embeddings of std 0.02.
         return x * width**0.5 + sinusoidal(positions, width).astype(self.dtype)
 
     def block(self, layer: int) -> Block:
-        """The block of the layer with this number."""
+        """The block of layer number `layer`."""
         config = self.config
         initializers = {"kernel_init": config.kernel_init, "out_kernel_init": config.out_kernel_init, "parent": None}
         options = {"gated": config.mlp == "gated", "dtype": config.dtype, **initializers}

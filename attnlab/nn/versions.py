@@ -1,8 +1,8 @@
 """Versions of user code: a sha256 of what JAX traces of a model or an optimizer, and numbers that it computes.
 
-Text does not show what code computes: globals, closures and attributes count, memos and comments do not. So a version
-is a digest of jaxprs, in which attnlab's operators are their specifications, whatever `impl` and the platform. Another
-version of JAX may trace the same code differently. Then the numbers saved beside the trace decide.
+Source text does not show what code computes: globals, closures and attributes matter, memos and comments do not. So a
+version is a digest of jaxprs, where the specification of each attnlab operator replaces the implementation, whatever
+`impl` and the platform. If another version of JAX traces the same code differently, the saved numbers decide.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from attnlab.support import provenance
 from attnlab.support.errors import UserError
 
 BATCH, FEW, FURTHER = 2, 16, 4  # sequences; tokens for the numbers; longest length divided by the context
-_NEEDED = ("init", "forward", "gradient", "update")  # programs that all code has
+_NEEDED = ("init", "forward", "gradient", "update")  # programs that a model or an optimizer must run
 TOLERANCES = {"float32": 1e-3, "bfloat16": 3e-2}  # relative to the array's size: thousands of roundings; 8 in bfloat16
 _TAKEN: contextvars.ContextVar[dict | None] = contextvars.ContextVar("traces", default=None)
 _USERS = jax.make_user_context(None)  # new in each trace, so that a user's jitted functions are traced again
@@ -35,7 +35,7 @@ _USERS = jax.make_user_context(None)  # new in each trace, so that a user's jitt
 
 @contextlib.contextmanager
 def taken_once() -> Iterator[None]:
-    """Context manager or decorator that traces equal code once: per call, because notebook cells may be edited."""
+    """Context manager or decorator within which equal code is traced once; between calls, users may edit cells."""
     token = _TAKEN.set({} if _TAKEN.get() is None else _TAKEN.get())
     try:
         yield
@@ -44,10 +44,10 @@ def taken_once() -> Iterator[None]:
 
 
 class Code(NamedTuple):
-    """Code that has a version.
+    """A model or an optimizer whose version can be computed.
 
     Attributes:
-      key: equal for equal code within one call.
+      key: equal for equal code within one `taken_once`.
       programs: returns, by name, what is traced: a function and the shapes of its arguments, or a text.
       numbered: returns the programs whose numbers are saved. They have few tokens and no random numbers, because random
         numbers differ between versions of JAX.
@@ -64,17 +64,17 @@ class Code(NamedTuple):
         return self._once("trace", self._trace)
 
     def record(self) -> dict[str, Any]:
-        """The entry in `config.json`: the trace, numbers, libraries, and objects that count by their source.
+        """The entry in `config.json`: the trace, the numbers, library versions, and objects compared by their source.
 
         Raises:
-          UserError: a second trace differs.
+          UserError: a second trace of the same code differs.
         """
         return self._once("record", self._record)
 
     def change(self, saved: Mapping[str, Any]) -> str:
-        """How the code differs from the code of a record; "" if it is the same.
+        """How the code differs from the code of the record `saved`; "" if it is the same.
 
-        The trace decides. If a library's version has changed since then, the numbers decide, and a warning says so.
+        Equal traces mean the same code. If library versions also differ, equal numbers suffice, with a warning.
         """
         if self.trace() == saved["trace"]:
             return ""
@@ -88,7 +88,7 @@ class Code(NamedTuple):
         return difference or "in its operations, initial values or dropout, not in its results"
 
     def _once(self, what: str, take: Callable):
-        """The result of `take`, which is called once within `taken_once`."""
+        """The result of `take`, which is called only once within `taken_once`."""
         taken = {} if _TAKEN.get() is None else _TAKEN.get()
         if (what, self.key) not in taken:
             taken[what, self.key] = take(), self  # keeps self alive, so that its objects' ids stay unique
@@ -109,7 +109,7 @@ class Code(NamedTuple):
         return record | ({"by_source": sorted(digest.by_source)} if digest.by_source else {})
 
     def _add_to(self, digest: Digest) -> dict[str, str]:
-        """Add all programs. If one cannot run, such as decoding, add the type of its error; return all such errors."""
+        """Add all programs to a digest, or the error's type for a program that cannot run; return errors by name."""
         failed = {}
 
         def tried(name, call, *args):
@@ -127,9 +127,9 @@ class Code(NamedTuple):
         return failed
 
     def _numbers(self) -> dict[str, list[list[float]]]:
-        """For each array that a program returns, its size (root mean square) and a weighted mean."""
+        """By program, for each array that it returns, the root mean square and a randomly weighted sum."""
         by_program = {}
-        with _undisturbed(), jax.default_matmul_precision("highest"), contextlib.suppress(Exception):  # as in a trace
+        with _undisturbed(), jax.default_matmul_precision("highest"), contextlib.suppress(Exception):  # as in `_add_to`
             for name, (function, *shapes) in self.numbered().items():
                 rng = np.random.default_rng(0)
                 with contextlib.suppress(Exception):  # the model may not support the program
@@ -140,7 +140,7 @@ class Code(NamedTuple):
 
 
 def of_model(model: ModelConfig | nn.Module, context: int, packed: bool = False) -> Code:
-    """The code of a model: a config's GPT with one period of its layers, or a module that is called like a GPT.
+    """The code of a model: a config's GPT with one period of layers and one more, or a module called like a GPT.
 
     Args:
       context: number of tokens in a sequence.
@@ -269,6 +269,6 @@ def _difference(before: Mapping[str, list], now: Mapping[str, list], tolerance: 
 
 @functools.cache
 def _libraries() -> dict[str, str]:
-    """Versions of the libraries that trace code; for attnlab also a digest of its files, which change in a clone."""
+    """Versions of the libraries that trace code; for attnlab also a digest of its files, as a clone may change them."""
     versions = {name: version for name, version in provenance.versions().items() if name in ("jax", "flax", "optax")}
     return versions | {"attnlab": f"{provenance.versions()['attnlab']} {provenance.sources()}"}

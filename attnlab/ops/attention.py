@@ -1,4 +1,4 @@
-"""The public functions: check arguments, choose a backend, explain the choice."""
+"""The public attention functions, the checks of their arguments and the choice of a backend."""
 
 import inspect
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from attnlab.ops.platforms import PLATFORMS, is_specified, is_tf32, platform_of
 from attnlab.ops.score_mods import ScoreMod
 from attnlab.types import Array
 
-# In the order in which "auto" prefers them; `attnlab.ops.call` says what a backend is.
+# "auto" prefers them in this order, after decode and dense for small calls. `attnlab.ops.call` defines a backend.
 _BACKENDS = {
     "cudnn": cudnn,
     "mosaic": mosaic,
@@ -73,7 +73,7 @@ def attention(
     """Scaled dot-product attention, softmax(scale·q·kᵀ)·v (Vaswani et al. 2017, equation 1).
 
     The order is: scale·q·k, plus `bias`, score mods, mask, sinks, softmax, dropout. Scores, softmax and lse are
-    float32 (float64 for float64). Fully masked rows return 0 and have lse −inf.
+    float32 (float64 for float64 inputs). Fully masked rows return 0 and have lse −inf.
 
     Args:
       q: `[..., Tq, H, D]`, queries; any number of batch axes.
@@ -83,14 +83,14 @@ def attention(
       score_mod: one score mod or a tuple of them, e.g. `score_mods.SoftCap(30.0)`.
       bias: added to the scores, `[Tq or 1, Tk]` or `[..., H or 1, Tq or 1, Tk]`.
       scale: factor of the products q·k; 1/√D when None.
-      sinks: `[H]`, one extra logit per head in the softmax's sum, with no value.
-      dropout_rate: probability of dropping a weight, in [0, 1); the others are scaled by 1/(1 − rate).
+      sinks: `[H]`, one extra logit per head in the softmax's denominator; a sink has no value vector.
+      dropout_rate: probability of dropping a weight, in [0, 1); the remaining weights are scaled by 1/(1 − rate).
       dropout_key: one PRNG key, or one per example (q's batch axes).
       q_positions, kv_positions: `[Tq]` or `[..., Tq]`, and `[Tk]` or `[..., Tk]`; `arange` when None. Needed when
         Tq ≠ Tk and the mask or a score mod compares positions. Below 2³⁰ in absolute value.
       impl: "auto", a name from `implementations()`, or a tuple of these: the first that can run the call is used.
       block_sizes: (queries, keys) of a tile, for backends that compute tile by tile.
-      return_lse: also return the log of the softmax's sum.
+      return_lse: also return the log of the softmax's denominator (lse).
 
     Returns:
       `[..., Tq, H, Dv]` in q's type; with `return_lse` also the lse `[..., Tq, H]`.
@@ -99,8 +99,8 @@ def attention(
       ValueError: axes that do not match, missing positions or dropout key, an unknown `impl`, or an `impl` that
         cannot honour an argument.
       TypeError: an unknown argument; for `is_causal` and the like, the message names the argument to use.
-      UserWarning, a warning: q, k and v seem to be `[..., H, T, D]`, because they have fewer tokens (at most 64) than
-        heads, the same numbers in all three, and no mask, bias, sinks or positions have a shape that settles it.
+      UserWarning, a warning: q, k and v may be `[..., H, T, D]`: all three have the same numbers of tokens and heads,
+        fewer tokens (at most 64) than heads, and no array in the other arguments settles the order of the axes.
 
     >>> q = k = v = jnp.ones((2, 5, 4, 8))  # batch 2, length 5, 4 heads of 8
     >>> attention(q, k, v, mask=Causal()).shape
@@ -174,8 +174,8 @@ def merge(
     """Join attention over disjoint sets of keys into attention over all of them.
 
     From (o_p, lse_p) of each part p: lse = log Σ_p e^lse_p, o = Σ_p e^(lse_p − lse) o_p (Milakov and Gimelshein 2018,
-    section 3.1). Give sinks to one part only; otherwise they count more than once. A float32 lse of size s has an error
-    of s·2^-24, which the parts' shares inherit: where a bias shifts whole rows by −1e9, use one call over all keys.
+    section 3.1). Pass sinks to one part only; otherwise they count more than once. A float32 lse of size s has an error
+    of s·2^-24, and so have the parts' weights: if a bias shifts whole rows by −1e9, use one call over all keys.
 
     Args:
       parts: the results of `attention(..., return_lse=True)` for the same queries and each set of keys,
@@ -217,7 +217,7 @@ def explain(q, k, v, *terms, platform: str | None = None, operator=None, **named
       platform: "cpu", "gpu" or "tpu"; the platform that the call is compiled for when None.
 
     Returns:
-      (backend, rejected): a name, and a dict from the other names to reasons; printing it shows one line for each.
+      (backend, rejected): a name, and a dict from the other names to reasons; it prints as one line per backend.
 
     >>> q = k = v = jnp.ones((5, 4, 8))
     >>> print(explain(q, k, v, mask=Causal()))
@@ -298,18 +298,18 @@ def _context_against(name, split) -> str | None:
 
 
 def _platform_against(name, names, call: AttentionCall, platform) -> str | None:
-    """The reason against a backend on the platform, or None; if the platform is unknown, an explicit `impl` decides."""
+    """The reason against a backend on the platform, or None; on an unknown platform, `impl` can force one backend."""
     needs, actual = getattr(_BACKENDS[name], "PLATFORM", None), platform or platform_of(call.q, call.k, call.v)
     if needs in (None, actual) or getattr(_BACKENDS[name], "is_interpreted", lambda: False)():
         return None
     is_unknown = platform is None and actual == jax.default_backend() and isinstance(call.q, jax.core.Tracer)
-    if is_unknown and names == (name,):  # with several names, the first that surely can run is chosen
+    if is_unknown and names == (name,):  # of several names, the first that is sure to run is chosen
         return None
     return f"it needs a {needs}, and this is a {actual}"
 
 
 def is_small(q_length: int, kv_length: int) -> bool:
-    """Whether `dense` is preferred to tiles: few scores per example, or a decoding step."""
+    """Whether to compute all scores at once rather than in tiles: few scores per head, or a decoding step."""
     return q_length * kv_length <= 96 * 96 or q_length <= 16
 
 
@@ -319,7 +319,7 @@ def make_call(
     """Build a call from q, k and v that `checks.queries_keys_values` has checked; check all other arguments."""
     batch, q_length, num_heads, kv_length = q.shape[:-3], *q.shape[-3:-1], k.shape[-3]
     shape = (batch, num_heads, q_length, kv_length)
-    # Within a user's `shard_map`, masks and score mods belong to the whole call.
+    # Within a user's `shard_map`, masks and score mods describe the whole call, not this device's shard.
     whole = shape if split is None else split.whole(*shape)
     positions = {
         "q_positions": checks.positions("q_positions", q_positions, batch, q_length),

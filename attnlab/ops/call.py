@@ -1,13 +1,13 @@
-"""A checked call of the attention operator, as backends take it.
+"""A checked call of the attention operator, as backends receive it.
 
 A backend is a module with two functions: `attend(call)` returns (out, (max, log_sum)), and `reason_against(call)`
 returns the reason why the backend cannot compute the call, or None. Max and log_sum are separate because their float32
-sum, the lse, would lose log_sum where a row is shifted by a large number. A module may also have
+sum, the lse, would lose log_sum where a large number shifts the whole row. A module may also have
 
 - `PLATFORM`: the platform that the backend needs, "cpu", "gpu" or "tpu";
 - `HAS_LSE = False`: `attend` returns (out, None), because its lse has no gradient;
-- `untried(call)`: the reason why a backend runs a call only when `impl` names it, or None. "auto" does not choose
-  code that has never run on its target hardware.
+- `untried(call)`: the reason why "auto" does not choose the backend, such as no recorded run on its hardware, or None;
+- `is_interpreted()`: whether an interpreter runs the kernels, so that any platform will do.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class AttentionCall(Node):
     Attributes:
       score_mods: a tuple, in the order of application.
       dropout_keys: for each example, a PRNG key or its uint32 words.
-      shard: which part of a call this is, if the call is split over devices.
+      shard: which part of a larger call this is, if that call is split over devices or computed in parts.
 
     >>> AttentionCall(jnp.ones((2, 5, 4, 8)), *2 * [jnp.ones((2, 7, 4, 8))], scale=0.5).lengths
     (5, 7)
@@ -71,7 +71,7 @@ class AttentionCall(Node):
 
     @property
     def coordinates(self) -> dict:
-        """A mask's arguments besides the lengths: positions, the number of heads and the batch axes."""
+        """Arguments of `Mask.tiles` besides lengths and tile sizes: positions, number of heads and batch axes."""
         positions = {"q_positions": self.q_positions, "kv_positions": self.kv_positions}
         return positions | {"num_heads": self.num_heads, "batch": self.batch}
 

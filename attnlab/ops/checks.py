@@ -75,7 +75,7 @@ def queries_keys_values(q, k, v) -> tuple:
 
 
 def floating(name: str, x):
-    """An array of a floating type, or None; float64 becomes float32 unless JAX has 64-bit types enabled."""
+    """Check and return a floating array; None for None. float64 becomes float32 unless JAX enables 64-bit types."""
     if x is None:
         return None
     x = x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x)
@@ -132,7 +132,7 @@ def lengths(name: str, x, batch: tuple[int, ...], length: int):
 
 
 def warn_of_swapped_axes(q, k, v, *terms) -> None:
-    """Warn the operator's caller of fewer tokens than heads, unless the shape of an array in `terms` settles it."""
+    """Warn the operator's caller of fewer tokens than heads, unless an array in `terms` settles the axes' order."""
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(("attnlab.ops.", "jax", "beartype")):
         frame, level = frame.f_back, level + 1
@@ -202,7 +202,7 @@ def dropout_rate(rate, key) -> float:
 
 
 def clipped_to_int32(x):
-    """Convert integers to int32, clipped to ±2³⁰ where they would wrap."""
+    """Convert integers to int32; types that do not fit int32 are first clipped to ±2³⁰, so that no value wraps."""
     if not np.can_cast(x.dtype, np.int32):
         info, xp = jnp.iinfo(x.dtype), np if isinstance(x, np.ndarray) else jnp
         x = xp.clip(x, max(info.min, -POSITION_LIMIT), min(info.max, POSITION_LIMIT))

@@ -1,7 +1,7 @@
-"""FLOPs of the products and convolutions of a traced program, where a call of an attnlab operator is one node.
+"""FLOPs of the matrix products and convolutions in a traced program; a call of an attnlab operator counts as a whole.
 
-How an operator computes depends on its backend, and its loop bounds depend on data. So operations within a call are in
-a scope and are not counted; a marker on the call's result, which costs nothing, holds the FLOPs of the call.
+An operator's operations depend on its backend, and its loop bounds on data. Operations within a call are therefore in a
+named scope and are not counted. Instead, a marker on the call's result, which costs nothing, holds the call's FLOPs.
 """
 
 import contextlib
@@ -20,22 +20,22 @@ from attnlab.ops.tiles import whole
 from attnlab.types import Array
 
 _SCOPE = "attnlab_operator"
-_ROWS = 1024  # at most this many rows of a mask are counted
+_ROWS = 1024  # most rows of a mask to evaluate; they are evenly spaced
 
 
 class _Marker(str):
-    """The name of a result; `per_element` returns the FLOPs of each of its elements."""
+    """The name of a call's result; `per_element` returns the FLOPs per element of this result."""
 
     per_element: Callable[[], float]
 
 
 def scope() -> contextlib.AbstractContextManager:
-    """Context in which operations are not counted one by one."""
+    """Context whose operations are not counted; `marked` adds their FLOPs as a whole."""
     return jax.named_scope(_SCOPE)
 
 
 def marked(out: Array, per_element: Callable[[], float]) -> Array:
-    """Mark a call's result: each element takes `per_element()` FLOPs, which is evaluated only when they are counted."""
+    """Mark a call's result as taking `per_element()` FLOPs per element; it is evaluated only when FLOPs are counted."""
     marker = _Marker("operations")
     marker.per_element = per_element
     return checkpoint_name(out, marker)
@@ -44,13 +44,13 @@ def marked(out: Array, per_element: Callable[[], float]) -> Array:
 def of_attention(out: Array, call) -> Array:
     """Mark the result of an attention call with its FLOPs: q·k and p·v for each visible key."""
     (q_length, kv_length), features, values = call.lengths, call.q.shape[-1], call.v.shape[-1]
-    # Tracers that a mask's function closes over become leaves, because they are gone when operations are counted.
+    # `for_tiles` turns closed-over tracers into leaves, so that such masks are dropped: tracers expire before counting.
     mask = None if call.mask is None else _without_arrays(call.mask.for_tiles(q_length, kv_length))
     return marked(out, lambda: 2 * (features + values) / values * _keys_of_queries(mask, q_length, kv_length))
 
 
 def _keys_of_queries(mask: Mask | None, q_length: int, kv_length: int) -> float:
-    """Average number of keys that a query may attend to, where queries are at the last positions of the keys."""
+    """Average number of keys that a query may attend to, if the queries are at the last positions of the keys."""
     if mask is None:
         return float(kv_length)
     stride = -(-q_length // _ROWS)
@@ -60,7 +60,7 @@ def _keys_of_queries(mask: Mask | None, q_length: int, kv_length: int) -> float:
 
 
 def _without_arrays(mask: Mask | None) -> Mask | None:
-    """The mask without parts that depend on arrays, such as segments and lengths; keys hidden only by them count."""
+    """The mask without parts that hold arrays, e.g. segments; keys that only such parts hide count as visible."""
     if isinstance(mask, And):
         a, b = _without_arrays(mask.a), _without_arrays(mask.b)
         return b if a is None else a if b is None else a & b
@@ -68,10 +68,10 @@ def _without_arrays(mask: Mask | None) -> Mask | None:
 
 
 def operations(function: Callable, *args) -> float:
-    """Count the FLOPs of a function of arrays or shapes, without computing it.
+    """Count the FLOPs of a function of arrays or shapes, without running it.
 
-    A `while` loop counts as one iteration, with a warning, because the number may depend on data. Of the branches of
-    a condition, the most expensive counts. Elementwise operations, sums and lookups do not count.
+    A `while` loop counts as one iteration, with a warning, because the number of iterations may depend on data. A
+    condition counts as its most expensive branch. Elementwise operations, sums and lookups do not count.
 
     >>> operations(lambda x: x @ x, jnp.ones((2, 2)))
     16.0

@@ -1,4 +1,4 @@
-"""Cross-entropy under a large vocabulary, in few passes over the logits and without all of them in memory.
+"""Cross-entropy for a large vocabulary, in few passes over the logits and, in chunks, without storing all of them.
 
 For features x_t, embedding rows e_v and targets y_t, with logits s_tv = x_t·e_v in the features' type,
 
@@ -8,14 +8,14 @@ and, with g_t the gradient of loss_t,
 
     p_tv = e^(s_tv − m_t − l_t)    ds_tv = g_t (p_tv − [v = y_t])    dx_t = Σ_v ds_tv e_v    de_v = Σ_t ds_tv x_t
 
-The max and the log of the sum stay separate: where all logits share a large offset, m_t + l_t in float32 rounds l_t.
+The max and the log of the sum stay separate: if all logits share a large offset, m_t + l_t in float32 rounds l_t away.
 
 The logits of a single chunk are stored for the backward pass. With several chunks, only one chunk's logits are in
 memory at a time, and the backward pass recomputes them from x, e, m and l (Wijmans et al. 2024, arXiv 2411.09009).
 
-Logits of bfloat16 features are rounded to bfloat16, which halves the bytes that bound the speed. Rounding the operands
-changes the logits as much. In a GPT of 4 layers, after 1,000 steps with a vocabulary size of 1,024, loss and gradient
-differ from float32 by 1.7e-4 nats and 0.81 %; with float32 logits of the same features, by 1.5e-4 nats and 0.77 %.
+Logits of bfloat16 features are rounded to bfloat16, which halves the memory traffic that limits the speed. Rounding the
+operands changes the logits as much. In a GPT of 4 layers, after 1,000 steps with a vocabulary size of 1,024, loss and
+gradient differ from float32 by 1.7e-4 nats and 0.81 %; with float32 logits, still by 1.5e-4 nats and 0.77 %.
 """
 
 import functools
@@ -34,7 +34,7 @@ from attnlab.ops.meshes import equally_varying, on_auto_axes, varying_like
 from attnlab.types import Array, DType
 
 MAX_LOGITS = 2**28  # 1 GiB in float32
-MAX_NARROW_LOGITS = 2**30  # 2 GiB in bfloat16: all GPT-2 logits for 16 sequences of 1,024
+MAX_NARROW_LOGITS = 2**30  # 2 GiB in bfloat16: enough for all GPT-2 logits for 16 sequences of 1,024
 
 
 def cross_entropy(
@@ -49,7 +49,7 @@ def cross_entropy(
     """Cross-entropy in nats of each target `[..., T]` under softmax(features·embeddingᵀ); reverse mode only.
 
     Products are in the features' type and accumulated in float32 (float64 for float64). Rows of the embedding from
-    `vocab_size` on are padding. `chunk` None means `chunk_size` for the batch axes; under `jit` over a mesh these span
+    `vocab_size` on are padding. `chunk` None means `chunk_size` for all sequences; under `jit` over a mesh these span
     all devices, so pass `chunk_size` for one device. `cap` limits logits to cap·tanh(logits/cap) (Gemma Team 2024).
     """
     features, embedding = checks.floating("features", features), checks.floating("embedding", embedding)
@@ -71,12 +71,12 @@ def cross_entropy(
 
 
 class _Head(NamedTuple):
-    vocab_size: int  # rows of the embedding from this one on are padding
+    vocab_size: int  # rows of the embedding from this index on are padding
     cap: float | None  # limit of the logits; None for no limit
 
 
 def chunk_size(rows: int, length: int, vocab_size: int, dtype: DType = jnp.float32) -> int:
-    """Positions per chunk: all, or the largest power of two with at most 2²⁸ logits per device (2³⁰ if in 16 bits)."""
+    """Positions per chunk: all, or the largest power of 2 with ≤ 2²⁸ logits for `rows` sequences (2³⁰ if 16-bit)."""
     budget = MAX_LOGITS if jnp.finfo(dtype).bits >= 32 else MAX_NARROW_LOGITS
     most = max(1, budget // max(1, rows * vocab_size))
     return min(max(1, length), 2 ** (most.bit_length() - 1))
@@ -109,8 +109,8 @@ def _checked_targets(targets, vocab_size):
 
 @on_auto_axes(lambda spec: (P(*spec[:-1]),))
 def _on_mesh(features, embedding, targets, *, head, chunk):
-    # Within `shard_map`, an embedding that all devices share is marked as varying; the transpose of this sums its
-    # gradient over the devices.
+    # Within `shard_map`, an embedding that all devices share is marked as varying; the transpose of this marking
+    # sums the embedding's gradient over the devices.
     operands = equally_varying(tuple(jnp.asarray(x) for x in (features, embedding, targets)))
     return (_cross_entropy(*operands, head, chunk),)
 
@@ -166,7 +166,7 @@ def _as_operand(embedding, dtype, vocab_size):
 
 
 def _logits(x, embedding):
-    """`[..., T, V]` in x's type before the cap, padding included; sums are float32 (float64 for float64)."""
+    """Logits `[..., T, V]` in x's type, before the cap, with padding; summed in float32 (float64 for float64)."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     return jnp.einsum("...tf,vf->...tv", x, embedding, preferred_element_type=dtype).astype(x.dtype)
 
@@ -189,7 +189,7 @@ def loss_of_logits(
 ) -> Float[Array, "*B"]:
     """Cross-entropy in nats of each target under softmax(logits); NaN for a target outside the vocabulary.
 
-    Adding a number to all logits of a row changes the loss only by rounding them. Derivatives of any order exist.
+    Adding a number to all logits of a row changes the loss only by rounding errors. Derivatives of any order exist.
     """
     return _loss_and_log_sums(capped(logits, None), targets, logits.shape[-1] if vocab_size is None else vocab_size)[0]
 
@@ -202,7 +202,7 @@ def _losses(logits, targets, head):
 def _loss_and_log_sums(logits, targets, vocab_size):
     logits = without_padding(logits, vocab_size)
     largest = lax.stop_gradient(logits.max(axis=-1))
-    largest = jnp.where(jnp.isfinite(largest), largest, 0)  # a row with +∞ or NaN has no finite loss
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)  # with +∞ or NaN in a row, the loss is not finite either way
     log_sum = jnp.log(jnp.exp(logits - largest[..., None]).sum(axis=-1))
     target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
     is_in_vocabulary = (targets >= 0) & (targets < vocab_size)

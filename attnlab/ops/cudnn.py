@@ -1,6 +1,6 @@
 """Adapter to cuDNN's flash attention, through `jax.nn.dot_product_attention`.
 
-Its backward pass sums in no fixed order unless `XLA_FLAGS=--xla_gpu_deterministic_ops=true` is set.
+The order of the sums in its backward pass varies unless `XLA_FLAGS=--xla_gpu_deterministic_ops=true` is set.
 """
 
 import functools
@@ -67,7 +67,7 @@ def _is_there() -> bool:
 
 
 def _split(mask):
-    """Return the band of a mask without its Paddings, and the lengths of the Paddings."""
+    """Return the band formed by a mask's terms other than Padding, and the lengths of its Paddings."""
     terms = conjuncts(mask)
     others = [term for term in terms if not isinstance(term, Padding)]
     lengths = [term.lengths for term in terms if isinstance(term, Padding)]
@@ -100,14 +100,14 @@ def attend(call: AttentionCall) -> tuple[Array, None]:
 
 
 def _padded(q, k, v, lengths):
-    """k and v with zeros for padding, and the lengths `[..., 1]` as arguments of `jax.nn.dot_product_attention`."""
+    """Return k and v with zeros for padding, and the lengths `[..., 1]` as arguments of JAX's attention function."""
     is_padding = jnp.arange(k.shape[-3])[:, None, None] >= lengths[..., None, None]
-    # cuDNN before 9.25 returns NaN for no keys. One key of zeros gives the expected result, 0, and no gradient.
+    # cuDNN before 9.25 returns NaN for a length of 0. One key and value of zeros give the expected 0 and no gradient.
     kv_lengths = jnp.maximum(lengths, 1).reshape(-1)
     named = {"query_seq_lengths": jnp.full_like(kv_lengths, q.shape[-3]), "key_value_seq_lengths": kv_lengths}
     return inert(k, is_padding), inert(v, is_padding), {name: _mapped_like(q, x) for name, x in named.items()}
 
 
 def _mapped_like(q, x):
-    """`x` with q's axes of `vmap` and `shard_map`, which JAX's rule for this kernel expects."""
+    """`x` mapped over the same axes of `vmap` and `shard_map` as q, as JAX's rule for this kernel expects."""
     return jax.lax.select(q[(0,) * q.ndim] == 0, x, x)

@@ -1,9 +1,9 @@
-"""Attention of few queries to many keys, for a decoding step on CPUs, without a copy of the cache.
+"""Attention of few queries to many keys, for a decoding step on CPUs, without copying the cache.
 
-Products head by head would first transpose the keys, which copies them in each step. Here all heads' features of a key
-are one row, [Tk, Hk·D] as in memory, and each query is a row that is zero outside its head's features. A non-finite key
-then reaches all heads, even where it is masked. If the output is not finite, the step is computed again without keys
-that are masked for all queries, so that their content does not change a single bit. If that fails, `dense` computes it.
+Products head by head would first transpose the keys, copying them in each step. Here a key is one row with the features
+of all heads, [Tk, Hk·D] as in memory, and a query is a row that is zero outside its head's features. A non-finite key
+then reaches all heads, even if masked. So if the output is not finite, the step is repeated with zeros for keys masked
+for all queries, whose content then changes no bit. If the output is still not finite, `dense` computes it.
 """
 
 import jax
@@ -83,13 +83,13 @@ def _scores(q: Float[Array, "*B Tq H D"], k: Float[Array, "*B Tk Hk D"], dtype) 
     rows = jnp.einsum("...qngd,nm->...ngqmd", q, jnp.eye(kv_heads, dtype=q.dtype))
     rows = rows.reshape(*batch, heads * queries, kv_heads * features)
     k = k.reshape(*batch, keys, kv_heads * features)
-    # rows·kᵀ would need no transposition of the result, but takes half as long again.
+    # rows·kᵀ would need no transposition of the result, but takes 50 % longer.
     s = jnp.einsum("...kf,...rf->...kr", k, rows, preferred_element_type=dtype)
     return jnp.swapaxes(s, -1, -2).reshape(*batch, heads, queries, keys)
 
 
 def _sums(p: Float[Array, "*B H Tq Tk"], v: Float[Array, "*B Tk Hk Dv"], dtype) -> Float[Array, "*B Tq H Dv"]:
-    """p·v in type `dtype`; a non-finite value makes all sums of its example and feature NaN."""
+    """p·v in type `dtype`; a non-finite value makes all sums over its example, head and feature non-finite."""
     *batch, heads, queries, keys = p.shape
     kv_heads, features = v.shape[-2:]
     rows, v = p.reshape(*batch, heads * queries, keys), v.reshape(*batch, keys, kv_heads * features)

@@ -7,8 +7,8 @@ For a query i and the keys j that it may attend to, with values v_j,
     o_i  = Σ_j dropout(p_ij) v_j
     lse_i = log(Σ_j exp(s_ij) + exp(sink))
 
-(Vaswani et al. 2017, equation 1). Memory and time are O(Tq·Tk); all derivatives exist, forward mode included.
-Logits, softmax and lse are float32 whatever the input (float64 stays float64); products take the input type.
+This extends Vaswani et al. 2017, equation 1. Memory and time are O(Tq·Tk); all derivatives exist, forward mode
+included. Logits, softmax and lse are float32 (float64 for float64); the operands of products have the input type.
 """
 
 import jax
@@ -47,7 +47,7 @@ def attend(call: AttentionCall) -> Result:
 
 @on_auto_axes(like_scores)
 def weights(call: AttentionCall, rows=None) -> Float[Array, "*B H Rq Tk"]:
-    """The softmax weights before dropout, of all queries or of `rows`."""
+    """The softmax weights before dropout, for all queries or for `rows`."""
     tile, visible = visibility(call, rows)
     if rows is not None:
         bias = call.bias if call.bias is None or call.bias.shape[-2] == 1 else jnp.take(call.bias, rows, axis=-2)
@@ -62,7 +62,7 @@ def _scores(call: AttentionCall, hidden: Bool[Array, "..."] | None) -> Float[Arr
 
 
 def visibility(call: AttentionCall, rows=None) -> tuple[Tile, Bool[Array, "..."] | None]:
-    """Coordinates of the scores (of `rows`), in NumPy if known while tracing, and which scores are visible."""
+    """Return the coordinates of all scores, or of `rows`, in NumPy if known while tracing, and which are visible."""
     sides = (call.q_positions, call.kv_positions)
     xp = jnp if jax.tree.leaves((call.mask, sides, call.shard)) else np
     tile = whole(*call.lengths, call.num_heads, *sides, call.batch, xp, call.shard)
@@ -74,7 +74,7 @@ def visibility(call: AttentionCall, rows=None) -> tuple[Tile, Bool[Array, "..."]
 def softmax(
     s: Float[Array, "*B H Rq Tk"], call: AttentionCall, tile: Tile, visible: Bool[Array, "..."] | None
 ) -> tuple[Float[Array, "*B H Rq Tk"], tuple[Float[Array, "*B H Rq"], Float[Array, "*B H Rq"]]]:
-    """Return (weights, (max, log_sum)) from q_i·k_j."""
+    """Return (weights, (max, log_sum)) from the products q_i·k_j."""
     s = s * jnp.asarray(call.q.shape[-1] ** -0.5 if call.scale is None else call.scale, s.dtype)
     if call.bias is not None:
         s = s + call.bias.astype(s.dtype)
@@ -87,7 +87,7 @@ def softmax(
     if call.sinks is not None:
         sinks = call.sinks.astype(s.dtype)[:, None, None]
         maximum = jnp.maximum(maximum, sinks)
-    shift = jax.lax.stop_gradient(finite_shift(maximum))  # cancels from the result, so it needs no derivative
+    shift = jax.lax.stop_gradient(finite_shift(maximum))  # cancels out, so it needs no derivative
     p = jnp.exp(s - shift)
     total = p.sum(axis=-1, keepdims=True)
     if call.sinks is not None:
@@ -103,7 +103,7 @@ def per_query_head(x: Float[Array, "*B Tk Hk D"], num_heads: int) -> Float[Array
 
 
 def hidden_keys(visible: Bool[Array, "..."] | None) -> Bool[Array, "..."] | None:
-    """The keys hidden from all queries `[..., Tk, H or 1, 1]`; None if tracing shows there are none, as for Causal."""
+    """Which keys are hidden from all queries, `[..., Tk, H or 1, 1]`; None if tracing shows none are, as for Causal."""
     if visible is None:
         return None
     hidden = ~visible.reshape((1,) * (3 - visible.ndim) + visible.shape).any(axis=-2)

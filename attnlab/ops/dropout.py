@@ -1,7 +1,7 @@
 """Dropout by an integer hash of an element's indices, without an array of random bits.
 
-Only an example's key and an element's indices decide, so every backend, tile size, sharding and number of devices drops
-the same elements.
+Which elements are dropped depends only on an example's key and an element's indices, not on the backend, the tile
+sizes, the sharding or the number of devices.
 """
 
 import math
@@ -16,15 +16,15 @@ Keys = Array  # PRNG keys, new style `[...]` or raw uint32 `[..., 2]`
 
 
 def keep(keys: Keys, rate: float, *indices: Array) -> Bool[Array, "..."]:
-    """True `[*keys, *indices]` for elements to keep; each is dropped independently with probability `rate`."""
+    """Bool `[*keys, *indices]`, True for elements to keep; each is dropped independently with probability `rate`."""
     rank = max(jnp.ndim(index) for index in indices)
     words = key_words(keys)
     state = jnp.zeros((), jnp.uint32)
     for word in range(words.shape[-1]):
         state = _mix(state ^ words[..., word])
     state = state.reshape(state.shape + (1,) * rank)
-    # Indices are folded in one by one, so that only the last mix runs over all elements. Mixing the index by itself
-    # first breaks its regular spacing, which otherwise makes the rows of two states shifted copies of each other.
+    # Indices are folded in one by one, so that only the last mix runs over all elements. Each index is first mixed
+    # by itself: its regular spacing could otherwise make the rows of two states permutations of each other.
     for index in indices:
         state = _mix(state ^ _mix(jnp.asarray(index).astype(jnp.uint32) + jnp.uint32(0x9E3779B9)))
     return state >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
@@ -45,7 +45,7 @@ def fold_in(keys: Keys, data: int | Array) -> Keys:
 
 
 def per_example(keys: Keys, batch: tuple[int, ...]) -> Keys:
-    """Keys with exactly the batch axes: one key is folded with each example's index."""
+    """One key per example, with exactly the batch axes; a single key is folded with each example's index."""
     shape = jnp.shape(keys)[: batch_rank(keys)]
     if shape == batch:
         return keys

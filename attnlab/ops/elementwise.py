@@ -13,7 +13,7 @@ from attnlab.types import Array, DType
 
 @dataclass(frozen=True, init=False)
 class Function:
-    """Fields of a mask or score mod that is a user function `fn(*coordinates, *arrays)`; always positional."""
+    """Base class of masks and score mods that apply a user function `fn(*coordinates, *arrays)`; always positional."""
 
     fn: Callable
     arrays: tuple[Array, ...]
@@ -44,7 +44,7 @@ def apply(fn: Callable, coordinates: tuple[Array, ...], arrays: tuple[Array, ...
 def without_closure(
     fn: Callable, coordinates: tuple[DType, ...], arrays: tuple[Array, ...]
 ) -> tuple[Callable, tuple[Array, ...]]:
-    """Return (fn, arrays) with closed-over tracers moved to arrays: a derivative rule must not keep them in `fn`."""
+    """Return (fn, arrays) with closed-over tracers moved to `arrays`: derivative rules must not hold them in `fn`."""
     closed = _traced(fn, tuple(jax.ShapeDtypeStruct((), dtype) for dtype in coordinates), arrays)
     if not any(isinstance(value, jax.core.Tracer) for value in closed.consts):
         return fn, arrays
@@ -58,7 +58,7 @@ def without_closure(
 
 
 def _inline(equation, values) -> list | None:
-    """Evaluate a `jit` on the mesh in context, where JAX would use the trace's mesh; None for other equations."""
+    """Evaluate a `jit` on the mesh in context, because JAX would use the trace's mesh; None for other equations."""
     is_call = equation.primitive.name in ("jit", "pjit")
     return evaluate(equation.params["jaxpr"], values, _inline) if is_call else None
 

@@ -1,8 +1,8 @@
 """Adapter to FlashAttention-4's kernels for JAX (fa4-jax), which run on NVIDIA's GPUs from Ampere to Blackwell.
 
-Causal masks and windows skip whole tiles; any other mask becomes a predicate that the kernels evaluate at each pair of
-the other tiles. On CPUs the library's reference runs instead, for tests. attnlab has compiled the kernels and has not
-run them, so "auto" never chooses them.
+For causal masks and windows the kernels skip whole tiles; any other mask becomes a predicate that they evaluate at each
+pair of the remaining tiles. On CPUs the library's reference runs instead, for tests. The kernels have been compiled for
+attnlab but never run, so "auto" never chooses them.
 """
 
 import functools
@@ -90,7 +90,7 @@ def attend(call: AttentionCall) -> tuple[Array, None]:
 
 @dataclass(frozen=True)
 class Predicate:
-    """A mask as a program of numbers: (query index, key index, a number from each operand) → whether it is visible.
+    """A mask as a program on scalars: (query index, key index, a number from each operand) → is the pair visible?
 
     Predicates with equal programs are equal, so that each program compiles once.
     """
@@ -110,7 +110,7 @@ class Predicate:
         return hash(self._key())
 
     def __call__(self, arrays, example, head, q, k) -> Any:
-        """Evaluate it at indices that are JAX's arrays, or CuTe's numbers while a kernel is traced."""
+        """Evaluate the mask at indices, which are JAX arrays, or CuTe numbers while a kernel is traced."""
         values = [q, k]
         for array, operand, (by_example, by_head) in zip(arrays, self.operands, self.splits):
             index = [example if by_example else 0, head if by_head else 0]
@@ -122,7 +122,7 @@ class Predicate:
 
 
 def _predicate(call: AttentionCall) -> tuple[Band, Predicate | None, list[Array]]:
-    """Return the band that the kernels take, the predicate for the rest of the mask, and its operands.
+    """Return the band that the kernels take, the predicate for the rest of the mask or None, and its operands.
 
     Raises:
       RefusedError: the mask cannot run inside a kernel.
@@ -145,7 +145,7 @@ def _predicate(call: AttentionCall) -> tuple[Band, Predicate | None, list[Array]
     return band, Predicate(traced, program.operands, splits), operands
 
 
-@functools.cache  # a class of the library, which is imported when it is used
+@functools.cache  # a function, because the base class is imported only when used
 def _mask_mods() -> Callable:
     from fa4_jax import MaskMod, static
 
@@ -160,7 +160,7 @@ def _mask_mods() -> Callable:
     return Mask
 
 
-# CuTe's operators on numbers, which are Python's where all operands are constants.
+# A predicate's operations on CuTe numbers; if all operands of an operation are constants, JAX computes it.
 
 
 def _require_known(closed: ClosedJaxpr) -> None:
@@ -190,12 +190,12 @@ def _in_cute(equation, values) -> list:
 
 
 def _plain(x):
-    """Constants of JAX as Python's, which CuTe's operators take."""
+    """Convert constants of JAX and NumPy to Python numbers, which CuTe's operators accept."""
     return np.asarray(x).item() if isinstance(x, np.generic | np.ndarray | jax.Array) else x
 
 
 def _number(dtype) -> Callable:
-    """CuTe's type of numbers."""
+    """The CuTe type for numbers of a dtype."""
     import cutlass
 
     return {"bool": cutlass.Boolean, "int32": cutlass.Int32, "float32": cutlass.Float32}[dtype.name]
@@ -214,7 +214,7 @@ def _untyped(operation: Callable) -> Callable:
 
 
 _UNTYPED = ("add", "sub", "mul", "neg", "eq", "ne", "lt", "le", "gt", "ge")
-# (type of the result, *operands) → the result. CuTe's quotients and remainders are truncated, as JAX's are.
+# (type of the result, *operands) → the result. CuTe truncates quotients and remainders, as JAX does.
 _OPERATIONS = {name: _untyped(getattr(operator, name)) for name in _UNTYPED} | {
     "and": _untyped(operator.and_),
     "or": _untyped(operator.or_),

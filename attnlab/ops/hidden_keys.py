@@ -1,4 +1,4 @@
-"""Keys that no query may attend to, for kernels that multiply whole tiles of keys and values."""
+"""Zero keys that no query may attend to, for kernels that multiply whole tiles of keys and values."""
 
 import dataclasses
 
@@ -10,11 +10,11 @@ from attnlab.ops.mask_algebra import And, Mask, Or
 from attnlab.ops.masks import Causal, Padding, PrefixLM, Segments, SlidingWindow
 from attnlab.types import Array
 
-_ROWS = 128  # queries per block, at least, in which visible keys are sought
+_ROWS = 128  # minimum queries per block in the search for visible keys
 
 
 def zeroed(call: AttentionCall) -> tuple[Array, Array]:
-    """Zero k and v of the keys that no query may attend to, because NaN times 0 is NaN."""
+    """Return k and v with zeros for keys that no query may attend to, because NaN times 0 is NaN."""
     if call.mask is None or (_attend_to_themselves(call.mask) and call.is_aligned):
         return call.k, call.v
     q_length, kv_length = call.lengths
@@ -32,7 +32,7 @@ def zeroed(call: AttentionCall) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _Evaluated(Mask):
-    """A mask whose tiles are found by evaluating it at all pairs."""
+    """A mask without its bounds, so that `Mask.bounds` evaluates it at all pairs."""
 
     mask: Mask
 
@@ -44,7 +44,7 @@ class _Evaluated(Mask):
 
 
 def _is_exact(mask: Mask, is_aligned: bool) -> bool:
-    """Whether the bounds of a block of queries determine, for each key, if any of these queries attends to it."""
+    """Whether the bounds of a tile of queries and one key say exactly whether any of the queries attends to the key."""
     match mask:
         case Padding() | Causal():
             return True

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-# Parameters of primitives that do not change what is computed, or that the jaxpr of the gradient shows.
+# Parameters of primitives that do not change what is computed, or whose effect the jaxpr of the gradient shows.
 _NAMES = {"name", "debug_info", "in_tree", "out_tree", "out_trees", "symbolic_zeros"}
 _PLACES = {"ctx_mesh", "in_shardings", "out_shardings", "in_layouts", "out_layouts", "sharding", "out_sharding"}
 _COMPILED = {"inline", "donated_invars", "keep_unused", "compiler_options_kvs", "policy", "prevent_cse"}
@@ -25,8 +25,8 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_
 def evaluate(closed: ClosedJaxpr, arguments, visit: Callable = lambda equation, values: None) -> list:
     """Evaluate a jaxpr; visit(equation, values) returns an equation's results, or None to have JAX compute them.
 
-    Equations run on the mesh in context, except that functions with a derivative rule, such as `jax.nn.relu`, use the
-    trace's mesh. Equations keep their name scopes, which profiles show.
+    Equations run on the mesh in context, except that `jit` and functions with a derivative rule, such as `jax.nn.relu`,
+    use the trace's mesh unless `visit` evaluates them. Equations retain their name scopes, which profiles show.
     """
     jaxpr = closed.jaxpr
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments)))
@@ -82,8 +82,8 @@ class Digest:
     """A sha256 of the operations and constants of jaxprs, independent of the names of functions and variables.
 
     Attributes:
-      by_source: names of objects among the parameters of primitives, such as callbacks, whose source file counts in
-        place of what they compute.
+      by_source: names of objects in parameters of primitives, such as callbacks, that enter the digest by their source
+        file, because their operations are unknown.
 
     >>> twice, again, thrice = Digest(), Digest(), Digest()
     >>> twice.add(lambda x: 2 * x, 1.0), again.add(jax.jit(lambda y: 2 * y), 1.0), thrice.add(lambda x: 3 * x, 1.0)
@@ -100,7 +100,7 @@ class Digest:
         return self._hash.hexdigest()
 
     def add(self, function: Callable, *args) -> None:
-        """Trace a function, and add its operations and the paths of its arguments, trees of arrays or shapes."""
+        """Trace a function of trees of arrays or shapes; add its operations and the paths of the trees' leaves."""
         closed = jax.make_jaxpr(function)(*args)
         self.write(*(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)))
         self.write(self._closed(closed))
@@ -120,7 +120,7 @@ class Digest:
         self.write(self._count, str(aval.dtype), aval.shape, bool(getattr(aval, "weak_type", False)))
 
     def _closed(self, closed: ClosedJaxpr, arguments=None) -> list:
-        """Add a jaxpr, inlined if `arguments` are the numbers of its inputs; return the numbers of its results."""
+        """Add a jaxpr, inlined if `arguments` lists its inputs' numbers; return the numbers of its results."""
         jaxpr, numbers = closed.jaxpr, {}
         for variable, value in zip(jaxpr.constvars, closed.consts):
             self._new(variable, numbers)

@@ -4,8 +4,8 @@ With a feature map φ and the causal sum over j ≤ i (Katharopoulos et al. 2020
 
     o_i = φ(q_i)ᵀ S_i / φ(q_i)ᵀ z_i,    S_i = Σ_j φ(k_j) v_jᵀ,    z_i = Σ_j φ(k_j)
 
-`naive` computes all weights φ(q_i)·φ(k_j): O(T²), the specification. `chunked` and `recurrent` are forms of
-`attnlab.linear_recurrence`, without decay and erasure, where z is one more column of S.
+The specification, `naive`, computes all weights φ(q_i)·φ(k_j) in O(T²). `chunked` and `recurrent` are forms of
+`attnlab.linear_recurrence` without decay and erasure; z is then one more column of S.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class LinearState(NamedTuple):
 
 def elu_plus_one(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """elu(x) + 1, which is positive, as weights must be (Katharopoulos et al. 2020, equation 7)."""
-    # Not elu(x) + 1: exp(x) − 1 loses the digits that adding 1 needs, and rounds to −1 from x = −18.
+    # Not elu(x) + 1: elu(x) = exp(x) − 1 loses digits that adding 1 cannot restore, and rounds to −1 if x ≤ −18.
     return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
 
 
@@ -70,11 +70,11 @@ def linear_attention(
       causal: query i attends to keys j ≤ i and to all keys of `state`; requires Tq = Tk. False: i attends to every key.
       feature_map: φ, applied along the last axis; must be positive if `normalize`.
       normalize: divide by φ(q)·z, so that the weights of a row sum to 1.
-      lengths: `[...]`, keys from this index on are padding: masked, and left out of the state.
+      lengths: `[...]`, tokens per sequence; later keys are padding, masked and excluded from the state.
       state: the state after the preceding keys.
       return_state: also return the state after these keys.
       impl: "chunked", "naive" or "recurrent". When differentiated, "recurrent" stores a state for every token.
-      chunk_size: C, tokens per chunk; the last chunk may be shorter.
+      chunk_size: tokens per chunk; the last chunk may be shorter.
 
     Returns:
       out `[..., Tq, H, Dv]` in q's type, or (out, `LinearState`).
@@ -130,22 +130,22 @@ def _checked(q, k, v, causal, lengths, state, impl, chunk_size):
 
 
 def _features(q, k, v, feature_map, lengths):
-    """φ(q) `[..., Tq, Hk, H / Hk, D]`, φ(k) `[..., Tk, Hk, D]` and (v, 1) `[..., Tk, Hk, Dv + 1]`; 0 for padding."""
+    """φ(q) `[..., Tq, Hk, H / Hk, D]`, φ(k) `[..., Tk, Hk, D]` and (v, 1) `[..., Tk, Hk, Dv + 1]`."""
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     kv_length, kv_heads = k.shape[-3:-1]
     q = q.astype(dtype).reshape(*q.shape[:-2], kv_heads, q.shape[-2] // kv_heads, q.shape[-1])
     inside = True if lengths is None else (jnp.arange(kv_length) < lengths[..., None])[..., None, None]
-    # Zeros before the feature map as well: 0 · NaN is NaN, in its derivative too.
+    # At padding, φ(k), v and k before the feature map are all 0, because 0 · NaN is NaN, in the derivative too.
     k_features = jnp.where(inside, feature_map(jnp.where(inside, k.astype(dtype), 0)), 0)
-    # A last value of 1 makes z a column of S: numerator and denominator are one product.
+    # A 1 after the features of each value makes z a column of S: numerator and denominator are one product.
     v = jnp.concatenate([jnp.where(inside, v.astype(dtype), 0), jnp.ones((*v.shape[:-1], 1), dtype)], axis=-1)
     return feature_map(q), k_features, v
 
 
 def quotient(numerator, denominator):
-    """numerator / denominator, or 0 where both are 0, as in a fully masked row."""
+    """numerator / denominator, or 0 where the denominator is 0, as in a fully masked row."""
     # The inner `where` keeps 0/0 out of the derivative as well. The first division is by a constant, because the
-    # derivative squares the denominator, and features may be as small as 1e-30.
+    # derivative of a quotient squares its denominator: the square of a feature of 1e-30 is 0 in float32.
     nonzero = denominator != 0
     size = jax.lax.stop_gradient(jnp.where(nonzero, denominator, 1))
     return jnp.where(nonzero, (numerator / size) / jnp.where(nonzero, denominator / size, 1), 0)

@@ -1,9 +1,9 @@
-"""Guarded log-sum-exp: fully masked rows, whose max is −inf, give 0 weights and lse −inf instead of NaN.
+"""Guarded log-sum-exp: fully masked rows, whose max is −inf, give weights 0 and lse −inf instead of NaN.
 
     shift = finite_shift(max_j s_j)    denominator, log_sum = normalizer(Σ_j exp(s_j − shift))    lse = shift + log_sum
 
-Backends return the pair (shift, log_sum): where all logits of a row are large, as after a bias of −1e9, the float32 sum
-shift + log_sum has lost log_sum, and exp(s − lse) is wrong by a factor of up to the number of keys.
+Backends return the pair (shift, log_sum), not the sum: if all logits of a row are large, as after a bias of −1e9, the
+float32 sum loses log_sum, and exp(s − lse) is wrong by a factor of up to the number of keys.
 """
 
 import jax.numpy as jnp

@@ -53,8 +53,8 @@ class Mask(Node):
         """Return (any_visible, all_visible) for every tile, broadcastable to `[..., H, nQ, nK]`.
 
         `any_visible` may be true for a tile without a visible pair, and `all_visible` false for a fully visible tile;
-        the reverse is an error. This default evaluates the whole mask, one row of tiles at a time; bounds on
-        coordinates are faster. `q_position`, `kv_position`, `q_index` and `kv_index` of `tiling` are each a pair, the
+        the reverse is a bug. This default evaluates the whole mask, one row of tiles at a time; it is faster to compute
+        bounds from the coordinates of `tiling`: `q_position`, `kv_position`, `q_index` and `kv_index` are pairs of the
         lowest and the highest coordinate of every tile.
         """
 
@@ -82,8 +82,8 @@ class Mask(Node):
     ) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
         """Return, for each tile, whether any pair may be visible and whether all must be.
 
-        Takes the arguments of `dense`, and `block_sizes`, (queries, keys) of a tile; the last tiles may be ragged. For
-        a `shard` of a call, `self` must be the result of `of_shard(shard)`.
+        Takes the arguments of `dense`; `block_sizes` is (queries, keys) of a tile, and the last tiles may be ragged.
+        For a `shard` of a call, `self` must be the result of `of_shard(shard)`.
 
         Returns:
           (any_visible, all_visible), bool `[*batch or 1s, H or 1, nQ, nK]`; NumPy arrays when known at trace time.
@@ -115,13 +115,13 @@ class Mask(Node):
     def for_tiles(self, q_length: int, kv_length: int) -> "Mask":
         """The same mask for evaluation tile by tile inside a loop and a derivative rule.
 
-        Arrays that its functions close over become leaves. Large arrays are padded to `q_length` and `kv_length`, the
-        ends of the last tiles, so that each tile is a slice of them.
+        Arrays that its functions close over become leaves if any is traced. Arrays of all pairs are padded to
+        `q_length` and `kv_length`, the ends of the last tiles, so that each tile is a slice of them.
         """
         return self
 
     def of_shard(self, shard: Shard) -> "Mask":
-        """The same mask for a part of a call that is split over devices (`attnlab.context_parallel`).
+        """The same mask for a part of a call, e.g. of a call that `attnlab.context_parallel` splits over devices.
 
         Subclasses whose arrays have axes for examples or heads override it. Subclasses that use only coordinates, or
         read their arrays through `tile.of_queries`, `of_keys` or `of_pairs`, need not.
@@ -149,7 +149,7 @@ class Mask(Node):
           num_heads, batch: H and q's batch axes, for a mask that depends on the head or the example.
 
         Returns:
-          bool `[Tq, Tk]`, with the leading axes of the mask's arrays; leading axes of size 1 are dropped.
+          bool `[..., Tq, Tk]` with the leading axes of the mask's arrays, but without leading axes of size 1.
 
         Raises:
           ValueError: Tq ≠ Tk without the positions that the mask compares.
@@ -285,7 +285,7 @@ def require_mask(mask) -> Mask:
 
 
 def conjuncts(mask: Mask | None) -> list[Mask]:
-    """The masks that are joined by `&`; none for None.
+    """The masks that `&` joins into `mask`; an empty list for None.
 
     >>> conjuncts(Causal() & (Padding(2) & ~Causal()))
     [Causal(), Padding(lengths=2), Not(a=Causal())]

@@ -1,7 +1,7 @@
 """Masks: which keys each query may attend to; they combine with `&`, `|`, `~`.
 
 Masks are pytrees: arrays in them are leaves, Python numbers are static, so a mask passes through `jit`, `vmap`, `grad`
-and `scan`. An *index* is a row of an array; a *position* is that row's place in its sequence. `Causal` and
+and `scan`. An *index* counts rows of an array; a *position* is a row's place in its sequence. `Causal` and
 `SlidingWindow` compare positions, `Padding` and `Dense` use indices.
 
 `visible` returns which pairs of a tile are visible. `bounds` returns, by interval arithmetic on the coordinates, in
@@ -47,8 +47,8 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """A query attends to `left` positions before it, `right` positions after it, and its own: i − left ≤ j ≤ i + right.
 
-    Both are integers ≥ 0, in positions (otherwise ValueError). With w = left + right + 1, attention costs O(w·n·d)
-    (restricted self-attention, Vaswani et al. 2017, section 4).
+    Both are integers ≥ 0, in positions (otherwise ValueError). With w = left + right + 1, attention to n keys of d
+    features costs O(w·n·d) (restricted self-attention, Vaswani et al. 2017, section 4).
 
     >>> SlidingWindow(left=1, right=1).dense(4, 4).sum(axis=-1)
     Array([2, 3, 3, 2], dtype=int32)
@@ -79,7 +79,7 @@ class SlidingWindow(Mask):
 
 @dataclass(frozen=True)
 class PrefixLM(Mask):
-    """Full attention to a prefix of the sequence, causal to other keys: j < length or j ≤ i (Raffel et al. 2020).
+    """Full attention to a prefix and causal attention to later keys: j < length or j ≤ i (Raffel et al. 2020).
 
     `length`, in positions, is one number for all sequences, or an int array with exactly q's batch axes.
 
@@ -115,8 +115,8 @@ class PrefixLM(Mask):
 class Padding(Mask):
     """Every query attends to the first `lengths` keys of its sequence: index j < lengths.
 
-    `lengths`, in keys, is one number for all sequences, or an int array with exactly q's batch axes. A length above
-    Tk is an error unless it is traced.
+    `lengths`, in keys, is one number for all sequences, or an int array with exactly q's batch axes. A length
+    outside [0, Tk] is an error unless it is traced.
 
     >>> Padding(jnp.array([1, 3])).dense(1, 3).astype(int)[:, 0, 0]
     Array([[1, 0, 0],
@@ -146,10 +146,10 @@ class Padding(Mask):
 
 @dataclass(frozen=True)
 class Segments(Mask):
-    """A query attends to the keys whose id equals its own. Packs several documents into one sequence.
+    """A query attends to the keys whose id equals its own, so that one sequence can hold several documents.
 
     `q_ids` is an int array `[Tq]` or `[..., Tq]` with exactly q's batch axes; `kv_ids` is likewise `[Tk]` or
-    `[..., Tk]`, or None for `q_ids`. Ids may be in any order; tiles are skipped where equal ids are contiguous.
+    `[..., Tk]`, or None for `q_ids`. Ids may be in any order; tiles can be skipped where equal ids are contiguous.
 
     >>> (Segments(jnp.array([0, 0, 1, 1])) & Causal()).dense(4, 4).astype(int)
     Array([[1, 0, 0, 0],
@@ -305,7 +305,7 @@ class Dense(Mask):
 
 
 def join(*masks: Mask | Bool[Array, "..."] | None) -> Mask | None:
-    """The conjunction (`&`) of the masks that are not None, or None. A bool array counts as `Dense`; else TypeError.
+    """Join masks by `&`, skipping None; None if all are None. Arrays count as `Dense`; other types raise TypeError.
 
     >>> join(None, Causal(), None)
     Causal()

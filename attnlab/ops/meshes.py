@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from attnlab.types import Array
 
-# The use of mesh axes where types do not say: these split heads, these split the sequence, all others split the batch.
+# What a mesh axis splits if types do not say: HEAD_AXES heads, SEQUENCE_AXES the sequence, and any other the batch.
 HEAD_AXES = ("tensor", "model", "tp", "mp", "heads")
 SEQUENCE_AXES = ("context", "sequence", "seq", "sp", "cp")
 
 
 def on_auto_axes(out_specs: Callable) -> Callable:
-    """Decorator that runs `fn(q, …)` or `fn(call, …)` with Explicit axes as Auto, so that XLA finds inner shardings."""
+    """Decorator: run `fn(q or call, …)` with Explicit axes as Auto; `out_specs` maps q's spec to the results' specs."""
 
     def decorator(fn):
         @functools.wraps(fn)
@@ -46,12 +46,12 @@ def on_auto_axes(out_specs: Callable) -> Callable:
 
 
 def like_queries(spec: tuple) -> tuple[P, tuple[P, P]]:
-    """Specs of out `[..., Tq, H, Dv]`, and of max and log_sum `[..., Tq, H]`."""
+    """Specs of out `[..., Tq, H, Dv]` and of (max, log_sum) `[..., Tq, H]`, from q's spec."""
     return P(*spec[:-1], None), (P(*spec[:-1]),) * 2
 
 
 def like_scores(spec: tuple) -> P:
-    """The spec of weights `[..., H, rows, Tk]`."""
+    """The spec of weights `[..., H, rows, Tk]`, from q's spec."""
     *batch, _, heads, _ = spec
     return P(*batch, heads, None, None)
 
@@ -61,12 +61,12 @@ def _has_explicit_axes(leaf) -> bool:
 
 
 class Splits(NamedTuple):
-    batch: tuple  # for each batch axis of q, a name, a tuple of names, or None
-    heads: tuple[str, ...]  # names for the heads of q, k and v
+    batch: tuple  # for each batch axis of q, the mesh axes that split it: a name, a tuple of names, or None
+    heads: tuple[str, ...]  # the mesh axes that split the heads of q, k and v
 
 
 def splits_of(q, k, without: Sequence[str] = ()) -> Splits:
-    """The axes that split batch and heads, except the axes `without`: Explicit axes by type, Auto axes by name."""
+    """The mesh axes that split batch and heads, except `without`: Explicit axes by q's type, Auto axes by name."""
     mesh, rank = mesh_of(q), q.ndim - 3
     if AxisType.Explicit in mesh.axis_types:
         spec = _spec(q)
@@ -99,7 +99,7 @@ def over_shards(kernel: Callable, q, k, v, others=()):
 
 
 def in_shards(function: Callable, q, arrays: tuple, specs: tuple, out_spec: P | tuple[P, ...]):
-    """Run `function(*arrays)` in `jax.shard_map` over all axes of q's mesh over which XLA partitions."""
+    """Run `function(*arrays)` in `jax.shard_map` over all axes of q's mesh that are not Manual already."""
     mesh = mesh_of(q)
     is_explicit = AxisType.Explicit in mesh.axis_types
     if is_explicit:  # some arrays may be split differently from q
@@ -117,7 +117,7 @@ def in_shards(function: Callable, q, arrays: tuple, specs: tuple, out_spec: P | 
 
 
 def on_all_devices(tree):
-    """Replicate on every device the arrays of a tree that are on Explicit axes."""
+    """Replicate the arrays of a tree that are on Explicit axes, so that every device has them whole."""
 
     def whole(x):
         return _resharded(jax.typeof(x).sharding.mesh, x, P(*(None,) * x.ndim)) if _has_explicit_axes(x) else x
@@ -172,7 +172,7 @@ def _axes(x):
 
 
 def is_checked_manual(*arrays) -> bool:
-    """Whether a call is inside a `shard_map` that checks over which axes values vary; few kernels declare these."""
+    """Whether a call is inside a `shard_map` that checks which axes values vary over; few kernels declare these."""
     return any(_axes(x) for x in arrays)
 
 

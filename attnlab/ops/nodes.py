@@ -16,12 +16,12 @@ class Node:
     fields that a class names in `STATIC` are static.
 
     A field keeps its role through `jax.tree` operations, so trees of shapes, booleans or `in_axes` keep the structure.
-    Nodes compare and hash by value, arrays included, so a Flax module can hold them; a traced array has no hash.
+    Nodes compare and hash by value, arrays included, so a Flax module can hold them; nodes with tracers have no hash.
     """
 
     def __init_subclass__(cls):
         jax.tree_util.register_pytree_node(cls, _flatten, functools.partial(_unflatten, cls))
-        # The dataclass decorator would define both, and tuples of arrays neither compare nor hash.
+        # The dataclass decorator would define both on tuples of fields, but tuples of arrays neither compare nor hash.
         for method in ("__eq__", "__hash__"):
             if method not in cls.__dict__:
                 setattr(cls, method, Node.__dict__[method])
@@ -29,7 +29,7 @@ class Node:
     def __post_init__(self):
         for field in fields(self):
             for leaf in jax.tree.leaves(getattr(self, field.name)):
-                # JAX would keep only the low bits, also where the node is an argument of a compiled function.
+                # JAX would drop the high bits, even if the node is an argument of a compiled function.
                 if isinstance(leaf, np.ndarray) and checks.is_cut(leaf.dtype):
                     checks.integers(f"{type(self).__name__} {field.name}", leaf)
 
@@ -50,7 +50,7 @@ class Node:
 
     @property
     def __fn_or_cls__(self):
-        """The fingerprint of a module's field for `flax.linen.jit`, which fails on arrays in dataclasses."""
+        """The fingerprint of a module's field for `flax.linen.jit`; its default fails on arrays in dataclasses."""
         return hash(self)
 
 

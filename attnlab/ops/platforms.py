@@ -14,7 +14,7 @@ _AS_SPECIFIED: contextvars.ContextVar[bool] = contextvars.ContextVar("as specifi
 
 @contextlib.contextmanager
 def as_specified() -> Iterator[None]:
-    """Context in which operators are traced as their specifications, whatever the `impl` and the platform."""
+    """Context in which operators are traced as their specifications, whatever `impl` and the platform are."""
     token = _AS_SPECIFIED.set(True)
     try:
         yield

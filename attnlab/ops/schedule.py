@@ -19,7 +19,7 @@ class Costs(NamedTuple):
     """The cost of a tile of n scores: n times the factors that apply, plus per_tile + per_row·(its longer side)."""
 
     sizes: tuple[int, ...]  # tile sizes to choose from, ascending
-    max_scores: int  # scores that a tile may hold, over all heads and examples
+    max_scores: int  # scores that a tile may hold, over all heads that are computed together
     cached_scores: int  # scores beyond which a tile no longer fits the nearest caches
     uncached: float  # factor for larger tiles
     comparing: float  # factor for PARTIAL tiles, whose pairs are compared with the mask
@@ -31,7 +31,7 @@ class Costs(NamedTuple):
 CPU = Costs(
     (64, 128, 256, 512), max_scores=2**21, cached_scores=2**19, uncached=1.15, comparing=1.25, per_tile=0, per_row=1450
 )
-# A tile is a handful of kernels, about 5 µs each to launch; not fitted.
+# Not fitted: a tile takes a handful of kernels, each about 5 µs to launch.
 ACCELERATOR = Costs(
     (128, 256, 512, 1024), max_scores=2**26, cached_scores=2**26, uncached=1, comparing=1, per_tile=1e7, per_row=0
 )
@@ -47,11 +47,11 @@ def schedule(
     heads_per_step: int | None = None,
     **where,
 ) -> tuple[tuple[int, int], Int[Array, "nQ nK"]]:
-    """Tile sizes and the block mask: for each tile EMPTY, PARTIAL or FULL, over all heads and examples.
+    """Return tile sizes and the block mask: EMPTY, PARTIAL or FULL for each tile, over all heads and examples.
 
     A tile holds the scores of `heads_per_step` heads, counted over all examples; None means all of them.
 
-    `block_sizes` None means the cheapest for the mask by `costs`. The block mask is a NumPy array when the mask is
+    `block_sizes` None means the cheapest sizes for the mask by `costs`. The block mask is a NumPy array if the mask is
     known while tracing; for a traced mask, tiles have a moderate size and the block mask is traced too. `where` are
     other arguments of `Mask.tiles`.
     """
@@ -92,7 +92,7 @@ def block_mask_of(any_visible: Bool[Array, "..."], all_visible: Bool[Array, "...
 
 
 def runs(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Merge neighbouring tiles of a row that are not EMPTY into one tile each: (kind, first, count)."""
+    """Merge neighbouring tiles of a row that are not EMPTY into runs (kind, first, count), PARTIAL if any tile is."""
     merged = []
     for column, kind in enumerate(kinds):
         if kind == EMPTY:
@@ -108,7 +108,7 @@ def runs(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
 def visit_order(
     block_mask: Int[Array, "*b n m"],
 ) -> tuple[Int[Array, "*b n m"], Int[Array, "*b n"], Int[Array, "*b n"]]:
-    """Return for each row: columns (FULL, then PARTIAL, then EMPTY tiles), how many are FULL, how many not EMPTY."""
+    """Return for each row its columns (FULL, then PARTIAL, then EMPTY), how many are FULL, and how many not EMPTY."""
     xp = np if isinstance(block_mask, np.ndarray) else jnp
     columns = xp.argsort(-block_mask, axis=-1, stable=True)
     return columns, (block_mask == FULL).sum(axis=-1), (block_mask > EMPTY).sum(axis=-1)
@@ -140,7 +140,7 @@ def _block_mask(mask, lengths, block_sizes, where):
 
 
 def _within(block_mask, block_sizes, lengths):
-    """The block mask with ragged tiles at the ends at most PARTIAL."""
+    """The block mask, with PARTIAL in place of FULL for ragged tiles at the ends."""
     rows, columns = (
         (np.arange(n) == n - 1) & bool(length % size)
         for n, size, length in zip(block_mask.shape[-2:], block_sizes, lengths)

@@ -1,4 +1,4 @@
-"""Score mods: changes to the attention scores before the softmax, by position.
+"""Score mods: elementwise changes to the attention scores before the softmax.
 
 A score mod is a pytree, like a mask: arrays in it are leaves and get gradients. Pass one, or a tuple of them, to
 `attnlab.attention(..., score_mod=…)`, which applies them in order.
@@ -40,7 +40,7 @@ class ScoreMod(Node):
     positional = False
 
     def apply(self, scores: Float[Array, "..."], tile: Tile) -> Float[Array, "..."]:
-        """Return the new scores of a tile, elementwise in the scores and the tile's coordinates.
+        """Return the new scores of a tile, computed elementwise from the scores and the tile's coordinates.
 
         Args:
           scores: `[..., H, queries, keys]`, the output of the previous mod; the last two axes may be swapped.
@@ -48,19 +48,19 @@ class ScoreMod(Node):
             `q_index`, `kv_index`.
 
         Returns:
-          `[..., H, queries, keys]`, as `scores`.
+          `[..., H, queries, keys]`, with the last two axes as in `scores`.
         """
         raise TypeError(f"{type(self).__name__} defines no apply(scores, tile): write it in the subclass")
 
     def for_tiles(self, score_type) -> "ScoreMod":
-        """The same mod for scores of a type, with closed-over arrays as leaves: its functions close over no tracers."""
+        """The same mod for scores of a type; arrays that its functions close over become leaves if any is traced."""
         return self
 
     def of_shard(self, shard: Shard) -> "ScoreMod":
-        """The same mod for a part of a call that is split over devices (`attnlab.context_parallel`).
+        """The same mod for a part of a call, e.g. of a call that `attnlab.context_parallel` splits over devices.
 
         Coordinates refer to the whole call, as do the rows of arrays read through `tile.of_queries`, `of_keys`
-        or `of_pairs`. Subclasses whose arrays have axes for examples override it.
+        or `of_pairs`. Subclasses whose arrays have axes for examples override this method.
         """
         return self
 
@@ -100,7 +100,7 @@ class ALiBi(ScoreMod):
 
 @dataclass(frozen=True)
 class RelativeBias(ScoreMod):
-    """A learned bias for each head and distance: score + table[h, clip(j − i)] (Shaw et al. 2018, equation 4).
+    """A learned bias for each head and distance: score + table[h, R + clip(j − i, ±R)] (Shaw et al. 2018, equation 4).
 
     `table` is `[H, 2·R + 1]`, in logits; column R + d is for keys d positions after the query, and distances beyond
     ±R share the columns at the ends.
@@ -154,14 +154,14 @@ class SoftCap(ScoreMod):
 
 @dataclass(frozen=True)
 class Forget(ScoreMod):
-    """Forgetting attention: score + c_i − c_j, c the running sum of log forget gates (Lin et al. 2025, section 3).
+    """Forgetting attention: score + c_i − c_j; c is the running sum of log f for gates f (Lin et al. 2025, section 3).
 
     `queries` is c at the queries, float32 or float64 `[Tq, H]` or `[..., Tq, H]` with exactly q's batch axes, in
-    logits; `keys` is likewise c at the keys, `[Tk, H]` or `[..., Tk, H]`; None for `queries`. With `Causal`, a key
-    loses the sum of log f over the tokens after it, up to the query. Memory is linear in the length.
+    logits; `keys` is likewise c at the keys, `[Tk, H]` or `[..., Tk, H]`; None for `queries`. With `Causal`, a
+    key's score changes by Σ log f ≤ 0 over the tokens after it, up to the query. Memory is linear in the length.
 
     Rounding: all terms of c have one sign and `jnp.cumsum` adds pairwise, so c_i − c_j in float32 is within
-    (4·log₂ T + 1)·2⁻²⁴·|c_T| of the exact difference: 0.04 for T = 16,384 and gates of ½, where 0.004 is measured. A
+    (4·log₂ T + 1)·2⁻²⁴·|c_T| of the exact difference: 0.04 for T = 16,384 and gates of ½ (measured: 0.004). A
     gate of 0, or nearly 0, would leave no digits for later tokens: sum `jnp.maximum(log_gates, -100)`, which forgets
     just as well. Sums too low for their type to resolve are an error unless they are traced.
 
@@ -197,7 +197,7 @@ class Forget(ScoreMod):
             expected = f"{shapes[0]} or {shapes[1]}: {remedy}"
             _check_shape(f"Forget {name}", sums, np.shape(sums) in shapes, expected)
             lowest = 0 if isinstance(sums, jax.core.Tracer) else float(np.asarray(sums).min(initial=0))
-            if not lowest > -(2 if sums.dtype == jnp.float32 else 2**30) * 2**22:  # floats half a logit apart
+            if not lowest > -(2 if sums.dtype == jnp.float32 else 2**30) * 2**22:  # floats half a logit apart, or more
                 raise ValueError(f"Forget {name} has sums down to {lowest:g}, too imprecise: sum max(log gate, -100)")
 
 
@@ -232,8 +232,8 @@ ScoreMods = ScoreMod | Callable | tuple[ScoreMod | Callable, ...]  # a function 
 def alibi_slopes(num_heads: int) -> Float[Array, " H"]:
     """The slopes of the ALiBi paper: 2^(−8h/H) for h = 1 … H when H is a power of two.
 
-    Otherwise the slopes of the next lower power of two, and every other slope of the next higher (Press et al. 2022,
-    footnote 5 of section 3).
+    Otherwise the slopes for the next lower power of two, then every other slope for the next higher power (Press et al.
+    2022, footnote 5 of section 3).
 
     Returns:
       float32 `[num_heads]`, in logits per position of distance.

@@ -13,7 +13,7 @@ from attnlab.types import Array
 
 PLATFORM = "tpu"
 HAS_LSE = False  # its lse has no gradient
-_LANES = 128  # of a vector register; lengths must be multiples of it
+_LANES = 128  # per vector register; lengths must be multiples of this
 
 
 def reason_against(call: AttentionCall) -> str | None:

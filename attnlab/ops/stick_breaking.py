@@ -4,8 +4,8 @@ For a query i, with z_ij = scale · q_i·k_j over its visible keys j < i (Tan et
 
     A_ij = σ(z_ij) · Π_{j<l<i} (1 − σ(z_il))        o_i = Σ_j A_ij v_j
 
-There is no softmax, and only the order of the keys matters, not their positions. "dense" is this formula; "blockwise"
-visits tiles of keys from the nearest to the farthest, with the log of what is left of each stick, in both passes.
+There is no softmax, and only the order of the keys matters, not their positions. "dense" is this formula; "blockwise",
+in both passes, visits tiles of keys from the nearest to the farthest and carries the log of each stick's remainder.
 """
 
 import functools
@@ -43,18 +43,18 @@ def stick_breaking_attention(
 ) -> Float[Array, "*B Tq H Dv"]:
     """Stick-breaking attention (Tan et al. 2024, arXiv 2410.17980): σ(z_ij) · Π (1 − σ(z_il)) for l between j and i.
 
-    A query attends to keys at positions before its own, so the first row is 0. A row sums to at most
-    1. Masked keys take nothing from the stick. Logits and sums are float32 (float64 for float64).
+    A query attends to keys at positions before its own, so the first row is 0. A row sums to at most 1. Masked keys
+    take nothing from the stick. Logits and sums are float32 (float64 for float64 inputs).
 
     Args:
       q: `[..., Tq, H, D]`.
-      k: `[..., Tk, H or Hk, D]`; H must be a multiple of Hk.
+      k: `[..., Tk, Hk, D]`; H must be a multiple of Hk.
       v: `[..., Tk, Hk, Dv]`.
-      mask: which of the keys before a query it may attend to, e.g. `masks.Segments(ids)`; None for all.
+      mask: which earlier keys each query may attend to, e.g. `masks.Segments(ids)`; None for all of them.
       scale: factor of the logits; None for 1/√D.
       q_positions, kv_positions: `[Tq]` or `[..., Tq]`, and `[Tk]` or `[..., Tk]`; `arange` when None. Needed when
-        Tq ≠ Tk. "blockwise" needs visible keys in the order of their positions.
-      impl: "dense", memory O(Tq·Tk); "blockwise", memory O(Tq + Tk), first derivatives in reverse mode; "auto".
+        Tq ≠ Tk. With "blockwise", visible keys must be in the order of their positions.
+      impl: "dense", memory O(Tq·Tk); "blockwise", memory O(Tq + Tk), only first derivatives in reverse mode; "auto".
       block_size: number of queries, and of keys, in a tile; None for 128.
 
     Returns:
@@ -141,9 +141,9 @@ def _logits(q, k, scale):
 
 
 def _broken(logits, visible, left=0.0):
-    """Return (weights, log of the rest) of sticks `[..., queries, keys]`; `left` is the log of the rest before them."""
+    """Return (weights, log remainder of each stick) for `[..., queries, keys]`; `left` is the log remainder before."""
     breaks = jnp.where(visible, -jax.nn.softplus(logits), 0)  # log(1 − σ); log σ is this plus the logit
-    after = jnp.tri(logits.shape[-1], k=-1, dtype=logits.dtype)  # keys l > j; rounds less often than a scan
+    after = jnp.tri(logits.shape[-1], k=-1, dtype=logits.dtype)  # sums over keys l > j; rounds less often than a scan
     nearer = jnp.matmul(breaks, after, precision="highest")
     logs = logits + breaks + nearer + left
     return jnp.exp(jnp.where(visible, logs, -jnp.inf)), left + breaks.sum(axis=-1, keepdims=True)
@@ -188,7 +188,7 @@ class _Tiles:
         return jax.lax.dynamic_slice_in_dim(x, n * self.size, self.size, axis=-3)
 
     def keys(self, k, v, j, visible):
-        """Keys and values of a tile, with zeros for keys that are hidden from its queries, because they may be NaN."""
+        """Keys and values of a tile, with zeros for keys hidden from all its queries, because these may hold NaN."""
         hidden = hidden_keys(visible)
         return inert(self.part(k, j), hidden), inert(self.part(v, j), hidden)
 
@@ -201,7 +201,7 @@ class _Tiles:
         return _visible(self.where, tile) & inside
 
     def nearest_first(self, i, step, carry):
-        """Run `step(carry, j, visible)` for each tile of keys that a tile of queries attends to, from the last."""
+        """Run `step(carry, j, visible)` for each tile j of keys that tile i of queries attends to, last tile first."""
 
         def body(n, carry):
             j = self.counts[1] - 1 - n
@@ -232,9 +232,9 @@ def _forward(q, k, v, where, sizes: _Sizes):
 
 
 def _backward(sizes: _Sizes, residuals, d_out):
-    """Use dL_ij = A_ij · (do_i·v_j), dz_ij = dL_ij · (1 − σ) − σ · Σ_{l<j} dL_il, and Σ_l dL_il = do_i·o_i.
+    """With L = log A: dL_ij = A_ij · (do_i·v_j), dz_ij = dL_ij · (1 − σ) − σ · Σ_{l<j} dL_il, Σ_l dL_il = do_i·o_i.
 
-    So the sum over farther keys is do·o minus the sum over the other keys, and tiles are visited in the same order.
+    The sum over farther keys is thus do·o minus the sum over the other keys, so tiles are visited in the same order.
     """
     q, k, v, where, out = residuals
     tiling, size = _Tiles(q, k, where, sizes), sizes.tile

@@ -38,7 +38,7 @@ class Plan:
     flops: float  # per training step and device, without recomputation
     attention: dict[str, str]  # the backend of each layer in training, or its kind if it has no attention
     attention_rejected: dict[str, str]  # the reason for rejecting each other backend
-    optimizer_bytes: int  # training state on a device, without the parameters that are evaluated
+    optimizer_bytes: int  # the part of the training state that evaluation does not use, on a device
     notes: tuple[str, ...]
 
     @property
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether training fits, and evaluation together with the optimizer's state; None if unknown."""
+        """Whether training fits, and also evaluation beside the optimizer's state; None if unknown."""
         if self.training.refusal or self.evaluation.refusal:
             return False
         if self.topology.usable_gib is None:
@@ -199,7 +199,7 @@ def _compiled(step: str, lower: Callable, parallel: parallel_lib.Parallel, topol
 
 
 def _flops_per_token(model: GPT, length: int) -> float:
-    """Training FLOPs per token, equal for all backends; counted with "auto" because the chosen one may not run here."""
+    """Training FLOPs per token, equal for all backends; counted with "auto", because others may not run here."""
     layers = (dataclasses.replace(x, impl="auto") if hasattr(x, "impl") else x for x in model.config.layers)
     return flops.per_token(model.replace(layers=tuple(layers)), length)
 

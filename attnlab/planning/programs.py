@@ -1,7 +1,7 @@
 """Compiled programs: their memory on each device, collectives and kernels, read from XLA's optimized HLO.
 
-XLA's text is a list of computations. Only those reachable from the entry count: a loop's body once per iteration, a
-fusion as a part of its caller.
+XLA's text is a list of computations. Only computations that the entry reaches count: a loop's body once per iteration,
+a fusion as a part of its caller.
 """
 
 import functools
@@ -33,11 +33,11 @@ class Program(NamedTuple):
     peak: int | None  # for a refused program, the size in the compiler's message, if any
     compile_seconds: float
     collectives: dict[str, list[int]]  # by kind: executions, and bytes of results (for a reduce-scatter, operands)
-    unknown_loops: int  # loops whose number of iterations the text does not show, counted as one
+    unknown_loops: int  # loops whose number of iterations the text does not show; each counts as one iteration
     custom_calls: dict[str, int]  # executions by target
     kernels: dict[str, int]  # executions by name: Pallas kernels, and cuDNN's attention kernels
     refusal: str = ""  # the compiler's message if it refused the program for lack of memory
-    launches: int = 0  # executed instructions that compute or copy; on GPUs, kernels
+    launches: int = 0  # executed instructions that compute or copy; on GPUs, kernel launches
     moved: int = 0  # bytes that these instructions read and write
 
 
@@ -54,7 +54,7 @@ class Instruction(NamedTuple):
 
 
 def compile(lowered: jax.stages.Lowered) -> Program:
-    """Compile a lowered program for the devices of its lowering; raise all errors except a lack of memory."""
+    """Compile a lowered program for the devices of its lowering; a lack of memory is returned as `refusal`."""
     start = time.perf_counter()
     try:
         compiled = lowered.compile()
@@ -133,7 +133,7 @@ def collectives(computations: dict[str, list[Instruction]]) -> tuple[dict[str, l
     """Count executions and bytes of each kind of collective, and loops of unknown length."""
     counts, loops = {}, set()
     for block, times in _blocks(computations, "ENTRY", 1, loops):
-        channels = set()  # a TPU runs one collective in several fusions, to overlap it with products
+        channels = set()  # a TPU splits one collective over several fusions, to overlap it with products
         for instruction in block:
             kind = _kind(instruction)
             channel = re.search(r"channel_id=(\d+)", instruction.attributes)
@@ -163,7 +163,7 @@ def custom_calls(computations: dict[str, list[Instruction]]) -> tuple[dict[str, 
 
 
 def work(computations: dict[str, list[Instruction]]) -> tuple[int, int]:
-    """Count launches, and the bytes that they move: operands and results, but only the slices of sliced arrays."""
+    """Count launches, and the bytes of their operands and results; of a sliced array, only the slice counts."""
     launches = moved = 0
     fusions = (each for body in computations.values() for each in body if each.opcode in _FUSIONS)
     fused = {_called(each, "calls")[0] for each in fusions}
@@ -205,7 +205,7 @@ def _written(body: list[Instruction], root: Instruction) -> int:
 
 
 def _device_bytes(shape: str) -> int:
-    """Bytes of the arrays in a device's memory; S(1) on TPUs and S(5) on GPUs are elsewhere."""
+    """Bytes of the arrays in a device's main memory: not in another memory space, S(1) on TPUs and S(5) on GPUs."""
     return array_bytes(re.sub(r"\w+\[[^\]]*\]\{[^}]*S\(\d+\)\}", "", shape))
 
 
@@ -282,7 +282,7 @@ def _names(operands: str) -> list[str]:
 
 
 def _origin(instructions: list[Instruction], name: str) -> Instruction | None:
-    """The instruction that computes a value, looking through copies."""
+    """The instruction that computes a value, skipping copies and bitcasts."""
     origin = next((instruction for instruction in instructions if instruction.name == name), None)
     while origin is not None and origin.opcode in _FORWARDS:
         name = _names(origin.operands)[0]
@@ -311,7 +311,7 @@ def _constant(instruction: Instruction | None) -> int | None:
 
 
 def _kind(instruction: Instruction) -> str | None:
-    """The kind of a collective; None for other instructions, and for a `-done`, because its start is counted."""
+    """The kind of a collective; None for other instructions, and for a `-done`, because its `-start` is counted."""
     kind = instruction.opcode.removesuffix("-start")
     if kind == "all-reduce" and instruction.computation.startswith("all-reduce-scatter"):
         return "reduce-scatter"  # on TPUs it is a fusion of an all-reduce and a slice
@@ -363,6 +363,6 @@ def _size(dimensions: str) -> int:
 
 @functools.cache
 def _bits(kind: str) -> int:
-    """Bits of an element: pred 8, bf16 16, f8e4m3fn 8, s4 4; tokens have none."""
+    """Bits of an element: pred 8, bf16 16, f8e4m3fn 8, s4 4; HLO tokens have none."""
     number = re.match(r"[a-z]+(\d+)", kind)
     return 8 if kind == "pred" else int(number[1]) if number else 0

@@ -1,8 +1,8 @@
 """Devices to compile for, by name: TPU slices and H100s that are not attached, or the devices of this machine.
 
 The names are `v4`, `v5e`, `v5p`, `v6e`, `tpu7x` (one chip), or these with a shape in chips, as in `v5e:4x4` and
-`v5p:2x2x1`; `h100`, `h100:8`; and `here`. For devices that are not attached, only the compilers run, which libtpu and
-JAX's CUDA plugin include.
+`v5p:2x2x1`; `h100`, `h100:8`; and `here`. For devices that are not attached, only their compilers run: libtpu and JAX's
+CUDA plugin contain these.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ class Topology(NamedTuple):
 
 
 class _Generation(NamedTuple):
-    """A generation of TPUs: usable memory, peaks as in `Topology`, axes, and the most chips in a slice."""
+    """A generation of TPUs: usable memory, peaks as in `Topology`, number of axes, and the most chips in a slice."""
 
     usable_gib: float
     tflops: float
@@ -58,7 +58,7 @@ _H100 = "NVIDIA H100 80GB HBM3"
 _H100_GIB = 84_942_979_072 / 2**30  # `device_memory_size` of the CUDA plugin's description
 _H100_PEAKS = 989, 3.35  # SXM, without sparsity: https://www.nvidia.com/en-us/data-center/h100
 _INSTALL_CUDA = "pip install --upgrade 'jax[cuda13]', JAX 0.12 or newer, on Python 3.12 or newer"
-_MOST_GPUS = 8  # of one host; the plugin's description has no network between hosts
+_MOST_GPUS = 8  # on one host; the plugin describes no network between hosts
 _HOST = (2, 2, 1)  # chips of a TPU host along each axis
 
 EXAMPLES = ("here", "h100", "h100:8", "v4:2x2x1", "v5e", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
@@ -68,7 +68,7 @@ NAMES = (
 
 
 def find(name: str) -> Topology:
-    """Find devices by name. For devices that are not attached, call this before JAX starts anything but CPUs."""
+    """Find devices by name. For devices that are not attached, call this before JAX starts any platform but CPUs."""
     generation, colon, shape = name.partition(":")
     if name == "here":
         return _here()
@@ -112,7 +112,7 @@ def _tpu(name: str, generation: str, shape: str) -> Topology:
     known = _TPUS[generation]
     sizes = _sizes(name, generation, shape or "x".join("1" * known.axes))
     options = dict(known.options)
-    if all(size <= most for size, most in zip(sizes, _HOST)):  # a part of one host, which libtpu must know
+    if all(size <= most for size, most in zip(sizes, _HOST)):  # libtpu must know that the slice is part of one host
         options["chips_per_host_bounds"] = (*sizes, *(1,) * (3 - len(sizes)))
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(f"--topology={name} needs libtpu: pip install 'jax[tpu]'")

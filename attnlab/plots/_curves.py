@@ -71,12 +71,12 @@ def curves(
 
 
 def lines(series: Mapping[str, tuple], title: str, **options) -> Figure:
-    """Curves on one pair of axes.
+    """Draw curves on one pair of axes.
 
     Args:
       series: (xs, ys) by name.
       title: the finding.
-      options: as for `curves`; `x` and `y` are needed.
+      options: as for `curves`; `x` and `y` are required.
 
     >>> figure = lines({"loss": ([0, 1], [2.0, 1.0])}, "The loss halves", x="step", y="loss (nats per token)")
     >>> figure.axes[0].get_ylabel()
@@ -118,16 +118,16 @@ def runs(
     groups: Mapping[str, str] | None = None,
     colors: Mapping[str, str] | None = None,
 ) -> Figure:
-    """Losses of runs by step: validation losses are points on a line; training losses lie behind, in the same colour.
+    """Losses of runs by step: points on a line for validation and, without `groups`, a thin line for training.
 
     A group of runs, such as several seeds, has one colour: a line with points shows the mean validation loss at the
-    steps that all runs of the group have, and a thin line shows each run.
+    steps that all runs of the group have, and a thin line shows each run. Runs without validation show training losses.
 
     Args:
       workdirs: as for `attnlab.metrics`: a folder, a glob, or several.
       title: the finding.
       y: label of the loss axis.
-      groups: the group of each run, by its name in `attnlab.metrics`; a run without a group is drawn alone.
+      groups: the group of each run, by the run's name in `attnlab.metrics`; a run without a group is drawn alone.
       colors: colours by the name of a run or group; `COLORS` by default.
 
     >>> import tempfile
@@ -163,7 +163,7 @@ def _losses(columns: Mapping, name: str, split: str) -> dict[int, float]:
 def _scale(axes: Axes, series: Mapping[str, tuple], log: str) -> None:
     """Make the axes in `log` logarithmic, and all ticks readable."""
     for axis in (axes.xaxis, axes.yaxis):
-        if isinstance(axis.get_major_formatter(), ScalarFormatter):  # neither words nor powers of ten
+        if isinstance(axis.get_major_formatter(), ScalarFormatter):  # the axis shows neither words nor powers of ten
             axis.set_major_formatter(FuncFormatter(lambda value, _, axis=axis: _tick(value, axis)))
             axis.get_major_locator().set_params(nbins=6)  # room for long numbers
     if "x" in log:
@@ -196,7 +196,7 @@ def _tick(value: float, axis: Axis) -> str:
 
 
 def _label_ends(axes: Axes, ends: Mapping[str, tuple]) -> None:
-    """Write each name to the right of its (x, y, color), moving names up or down just enough not to overlap."""
+    """Write each name at its curve's end, (x, y, color), moving names up or down just enough not to overlap."""
     axes.autoscale_view()
     names, size, right, points = list(ends), _style.LABEL_SIZE, -math.inf, 72 / axes.figure.dpi
     places = points * axes.transData.transform([ends[name][:2] for name in names])

@@ -32,7 +32,7 @@ def weights(
       values: `[Tq, Tk]`.
       title: the finding.
       queries, keys: row and column labels; on a square map, `keys` defaults to `queries`.
-      mask: which keys each query may attend to, a mask or bool `[Tq, Tk]`; masked cells and −inf are grey.
+      mask: which keys each query may attend to, a mask or bool `[Tq, Tk]`; masked and non-finite cells are grey.
       marks: `[Tq]`, the correct key of each query, −1 for none; drawn as rings.
       mark_label: legend of the rings.
       label: label of the colour bar.
@@ -137,7 +137,7 @@ def effects_grid(values, title: str, *, layers: Sequence[str] = (), label: str =
     """A heat map with one number per head, such as the effect of its ablation: one row per layer, one column per head.
 
     Args:
-      values: `[L, H]`; NaN where a layer has no such head. If any is negative, colours diverge from white at 0.
+      values: `[L, H]`; NaN where a layer has no such head. If any value is negative, colours diverge from white at 0.
       title: the finding.
       layers: names of the rows; "layer 0", … if empty.
       label: label of the colour bar, with the unit.
@@ -168,7 +168,7 @@ def masks(shown: Mapping[str, Mask | np.ndarray], title: str, *, length: int = 1
     """Which keys each query may attend to: one square per pair, dark where visible.
 
     Args:
-      shown: masks, or bool `[Tq, Tk]` arrays, by name; of a mask that differs by sequence or head, the first is drawn.
+      shown: masks, or bool `[Tq, Tk]` arrays, by name; if they differ by sequence or head, the first is drawn.
       title: the finding.
       length: Tq and Tk of the masks.
       columns: masks per row.

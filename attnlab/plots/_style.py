@@ -11,10 +11,10 @@ from matplotlib.text import Text
 
 WEIGHTS = "magma"
 LEVELS = ("#f4f1ea", "#2f6f8f")  # masked, visible
-LABEL_SIZE, LABEL_ROOM = 8.0, 8.0  # points: size of a label's font, and least distance between labels
+LABEL_SIZE, LABEL_ROOM = 8.0, 8.0  # points: font size of labels, and least distance between labels
 SIZES, SIGNED = "Blues", "PuOr"  # for values from 0, and for both signs; readable for the colour-blind
 THUMBNAIL, ATLAS = 64, 512  # pixels, at most: the side of a thumbnail, and the width of an atlas
-MASKED = "#d5d8dc"  # a grey outside the colours of weights
+MASKED = "#d5d8dc"  # a grey that does not occur among the colours of weights
 MARK = "#39c5bb"
 COLORS = ("#2f6f8f", "#d1495b", "#edae49", "#66a182", "#7d5ba6", "#3d3d3d", "#c58b5f", "#8d96a3")
 MORE_COLORS = ("#1fb5c9", "#c03fa0", "#8f9b1a", "#6b3a24")  # if COLORS are too few

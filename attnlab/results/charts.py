@@ -43,7 +43,7 @@ class Figure(NamedTuple):
 
         colors = dict(zip(map(documents.valid_unicode, names), itertools.cycle(_style.COLORS + _style.MORE_COLORS)))
         drawn = io.BytesIO()
-        # Text stays text, and the same figure always gets the same ids.
+        # Text stays text instead of outlines, and the same figure always gets the same ids.
         with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": self.title}):
             self.draw(colors).savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
         return f"data:image/svg+xml;base64,{base64.b64encode(drawn.getvalue()).decode()}"
@@ -57,7 +57,7 @@ def curves(
     spread: Mapping[str, tuple],
     log: str = "",
 ) -> Figure:
-    """Plot lines on one pair of axes, from (xs, ys) and (lows, highs) by name; `log` is "x" for a logarithmic axis."""
+    """Plot lines on one pair of axes, from (xs, ys) and (lows, highs) by name; `log` "x" makes x logarithmic."""
     clean = documents.valid_unicode  # matplotlib fails on lone surrogates
     series, spread = ({clean(name): values for name, values in each.items()} for each in (series, spread))
 

@@ -13,7 +13,7 @@ from attnlab.support.errors import UserError
 
 FOLDER = Path(__file__).parent
 COLORS = 12  # in page.css; further variants repeat them
-LOOKS = {  # classes in page.css
+LOOKS = {  # classes in page.css, by outcome
     "better": "good better",
     "worse": "bad worse",
     **dict.fromkeys(("reproduced", "holds", "right"), "good"),

@@ -19,7 +19,7 @@ from attnlab.types import Array
 LEVEL = 0.05  # the highest probability of a false verdict in a table
 POWER = 0.8  # the probability with which a detectable difference is detected
 MOST_SEEDS = 1000
-OPEN = "not told apart"  # in files; shown `in_words`
+OPEN = "not told apart"  # the verdict in files; `in_words` has the words to show
 
 
 class Interval(NamedTuple):
@@ -69,8 +69,8 @@ def mean_and_margin(
 ) -> tuple[float, float]:
     """Mean, and half the width of its Student's t interval, which misses the true mean with probability `level`.
 
-    Half the width is NaN for fewer than two values. The standard deviation is taken to be at least the
-    one that rounding to multiples of `resolution` causes.
+    Half the width is NaN for fewer than two values. The standard deviation counts as at least `resolution` / √12, which
+    rounding to multiples of `resolution` causes.
     """
     values, count = np.asarray(values, np.float64), len(values)
     if count < 2:
@@ -90,11 +90,11 @@ class Difference(NamedTuple):
     Attributes:
       mean: below 0 where the variant is better.
       interval: half the width of the simultaneous 95 % interval of the mean; NaN for one seed.
-      p: p-value of the mean if there were no difference, corrected for the number of variants.
+      p: two-sided p-value of the mean, times the number of differences (Bonferroni), at most 1.
       verdict: "better", "worse", "not told apart", or "failed" if no seed has both results.
       detectable: the smallest difference that would be detected with probability 80 %.
       seeds_needed: seeds that would detect the observed mean with that probability, at most 1000: for the spread of
-        these seeds, and for both ends of the spread's 95 % interval; None if the mean was detected, or is 0.
+        these seeds, and for the lower and upper end of its 95 % interval; None if the mean was detected or is 0.
     """
 
     mean: float
@@ -128,7 +128,7 @@ def differences(
 
 
 def in_words(verdict: str) -> str:
-    """A verdict as it is shown."""
+    """A verdict in the words that tables and pages show."""
     return "no significant difference" if verdict == OPEN else verdict
 
 
@@ -155,7 +155,7 @@ def _difference(paired: np.ndarray, variants: int, resolution: float) -> Differe
 def power(effect: float, seeds: int, level: float = LEVEL) -> float:
     """Probability of a verdict by the paired t-test, if the true mean is `effect` standard deviations."""
     critical, shift = quantile(seeds, level), effect * seeds**0.5
-    if seeds > 100:  # where the noncentral t is nearly normal, and scipy's may be NaN
+    if seeds > 100:  # here the noncentral t is nearly normal, and scipy's may be NaN
         return float(stats.norm.sf(critical - shift) + stats.norm.cdf(-critical - shift))
     return float(stats.nct.sf(critical, seeds - 1, shift) + stats.nct.sf(critical, seeds - 1, -shift))
 

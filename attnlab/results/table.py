@@ -1,4 +1,4 @@
-"""Tables of results: a column is declared once, and shown in a terminal, in Markdown, in CSV and on a page."""
+"""Tables of results: each column is declared once, for the terminal, Markdown, CSV and a page."""
 
 import io
 import math
@@ -21,7 +21,7 @@ class Column(NamedTuple):
     Attributes:
       key: the key of its values in the rows, and its name in the CSV file.
       title: its name for readers; "" for a column that only the CSV file has.
-      read: computes the value, or None, from the subject of a row; None for a table whose rows already exist.
+      read: computes the value from the subject of a row, or returns None; None for a table whose rows already exist.
       unit: unit of the value, and of its interval.
       format: format of the value, such as ".4f"; or a function from a row to the text of its cell.
       help: a sentence that explains the column.
@@ -123,9 +123,9 @@ class Table(NamedTuple):
 def with_interval(
     key: str, title: str, read: Callable[[Any], tuple[float, float] | None], unit: str, sign: str = "", help: str = ""
 ) -> list[Column]:
-    """Return two columns: a mean, shown with ± half its interval's width; and that half width, only in the CSV file.
+    """Return two columns: a mean, shown with ± half its interval's width, and that half width, only in the CSV file.
 
-    `read` returns both values; `sign` "+" shows the sign of positive means.
+    `read` returns both values, or None; `sign` "+" shows the sign of positive means.
     """
 
     def part(at: int) -> Callable[[Any], float | None]:
@@ -147,12 +147,12 @@ def with_interval(
 
 
 def decimals(size: float | None, least: int) -> int:
-    """Number of decimals that shows the first digit of a size, at least `least`."""
+    """Number of decimals that shows the first nonzero digit of a size, from `least` to 9."""
     return least if not size else min(9, max(least, -math.floor(math.log10(abs(size)))))
 
 
 def number(value: int | float) -> str:
-    """Format a number without decimals, or a large one with three digits."""
+    """Format a number without decimals, or from a million on with three digits."""
     return f"{value:,.0f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""Look inside any Flax model: capture, edit, ablate and patch, and show it in one offline page."""
+"""Look inside Flax models: capture, edit, ablate and patch values, and show attention in one offline page."""
 
 from attnlab.nn.taps import COLLECTIONS
 from attnlab.see.capturing import capture, edited, sites

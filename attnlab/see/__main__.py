@@ -4,15 +4,15 @@
     attnlab see --workdir=runs/quickstart --checkpoints=all --prompt="The class " --prompt="def f(x):"
     attnlab see --workdir=gpt2 --prompt="When Mary and John went to the store" --out=mary.html
 
-Train the second folder with --config.checkpoint.history=20, which keeps checkpoints of the whole run. The third holds a
-Hugging Face model: `config.json`, `model.safetensors`, and its tokenizer files. Without a prompt, the page shows a
-window of the run's validation text; if the run's text file has moved, name it with --text. `python -m attnlab.see` is
-the same command.
+For --checkpoints=all, train with --config.checkpoint.history=20, which keeps checkpoints of the whole run. The folder
+gpt2 holds a Hugging Face model: `config.json`, `model.safetensors`, and its tokenizer files. Without a prompt, the page
+shows a window of the run's validation text; if the run's text file has moved, name it with --text.
+`python -m attnlab.see` is the same command.
 
-The page also shows scores and the effect of each head. Duplicate and induction heads are scored on 32 sequences of
-random tokens, each repeating with a random period; the other kinds on up to 32 windows of the validation text, if there
-is one. The printed p-values are against the untrained model. The effect is the change in loss, on these windows or on
-the prompts, when a head's output is replaced by its mean.
+The page also shows the scores and the effect of each head. Duplicate and induction heads are scored on 32 sequences of
+random tokens that repeat with a random period; the other kinds are scored on up to 32 windows of the validation text,
+or on the same sequences if there is none. The printed p-values compare a head with the untrained model. The effect is
+the change in loss, on these windows or else on the prompts, when a head's output is replaced by its mean.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ from attnlab.types import Array
 
 SEQUENCES = 32  # for scores and effects
 LONGEST = 128  # tokens, unless --length is set
-UNTRAINED_HEADS = 16  # per layer, at least, from several initializations
+UNTRAINED_HEADS = 16  # per layer, at least; from as many initializations as needed
 BY_TOKEN = ("duplicate", "induction")
 
 
@@ -121,7 +121,7 @@ def _checked_out(name: str | None, workdir: Path) -> Path:
 
 
 def _tell_of_mixers(model: GPT) -> None:
-    """Print which layers have no pattern or one without a softmax; raise UserError if no layer has a pattern."""
+    """Print which layers have no pattern, or one without softmax; raise UserError if no layer has a pattern."""
     mixers = {layer.kind: layer.module for layer in model.config.used if issubclass(layer.module, CausalMixer)}
     read = [name for name, layer in mixers.items() if issubclass(layer, RecurrentMixer)]
     without = [name for name in mixers if name not in read]
@@ -205,7 +205,7 @@ def _encoded(text: str, tokenizer, length: int, context: int) -> np.ndarray:
 def _windows(
     workdir: Path, config: RunConfig, length: int, text: str | None, is_optional: bool
 ) -> Int[np.ndarray, "N T1"] | None:
-    """Evenly spaced windows of the validation text, each of one document; None if there are none and `is_optional`."""
+    """Evenly spaced windows of the validation text, each within one document; None if none exist and `is_optional`."""
     from attnlab.training import text as texts
 
     several = 32 if config.data.packing == "documents" else 1

@@ -15,7 +15,7 @@ from attnlab.types import Array
 
 
 def sites(model, variables, *args, **kwargs) -> Sites:
-    """Find the attention layers and blocks of a model, and check whether z is computed with each captured pattern.
+    """Find a model's attention layers and blocks, and check whether z is the captured pattern times v in each layer.
 
     Args:
       model: a `flax.linen` or `flax.nnx` module with attention layers of `attnlab.nn` or Flax.
@@ -26,7 +26,7 @@ def sites(model, variables, *args, **kwargs) -> Sites:
       The attention layers and blocks, which print as a table.
 
     Raises:
-      ValueError: the model has no attention, or `nn.scan` around it does not pass on the collections of `attnlab.see`.
+      ValueError: the model has no attention, or an `nn.scan` around a layer lacks the collections of `attnlab.see`.
 
     >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
@@ -56,10 +56,10 @@ def capture(
       model, variables, args, kwargs: as for `sites`.
       want: names of values. Attention layers have `q` `[B, Tq, H, D]`, `k` and `v` `[B, Tk, Hk, D]`, as they enter the
         scores (normalized and rotated) or the cache; `pattern` `[B, H, Tq, Tk]`, the softmax weights before dropout, or
-        the weights with which a recurrence reads each token's values, which may be negative; and `z` `[B, Tq, H, D]`,
-        the heads' outputs after any output gate and norm of a mixer. Blocks have `in` and `out` `[B, T, F]`, the
-        residual stream.
-      rows: queries whose patterns are returned, as `[B, H, R, Tk]`, for long sequences; all when None.
+        for a recurrence the weights of the tokens' values in each output, which may be negative; and `z`
+        `[B, Tq, H, D]`, the heads' outputs after any output gate and norm of a mixer. Blocks have `in` and `out`
+        `[B, T, F]`, the residual stream.
+      rows: indices of the R queries whose patterns are returned, `[B, H, R, Tk]`, to save memory; None for all.
 
     Returns:
       `Run`, with `values[name][path]`.
@@ -85,10 +85,10 @@ def edited(
     rows: Integer[Array, " R"] | Sequence[int] | None = None,
     **kwargs,
 ) -> Run:
-    """Run a model with some of its values replaced.
+    """Run a model with edits of some of its values.
 
-    Edits are pytrees of arrays, so `jax.jit`, `jax.vmap` and `jax.grad` pass through them. Besides `Put`, `Add` and
-    `Scale`, an edit may be any pytree that can be called with the value, such as `jax.tree_util.Partial(function,
+    Edits are pytrees of arrays, so `jax.jit`, `jax.vmap` and `jax.grad` accept them as arguments. Besides `Put`, `Add`
+    and `Scale`, an edit may be any pytree that can be called with the value, such as `jax.tree_util.Partial(function,
     *arrays)`. An edited value is captured after its edit.
 
     Args:

@@ -1,4 +1,4 @@
-"""Edits of a model's values: pytrees of arrays and gates, which `jit`, `vmap` and `grad` pass through."""
+"""Edits of a model's values: pytrees of arrays, so `jit`, `vmap` and `grad` accept them as arguments."""
 
 import dataclasses
 import fnmatch
@@ -30,8 +30,8 @@ class Put:
 
     Attributes:
       values: broadcast to the value's shape, e.g. 0.0, or the mean of captured z over examples and positions.
-      where: bools, broadcast to the value's shape, that select the edited part; None for all of it. Head 3 of z
-        `[B, T, H, D]` is `where=jnp.arange(H)[:, None] == 3`.
+      where: bools, broadcast to the value's shape, that select the edited part; None for all of it. For example,
+        `where=jnp.arange(H)[:, None] == 3` selects head 3 of z `[B, T, H, D]`.
 
     >>> Put(5.0, where=jnp.array([True, False]))(jnp.ones(2))
     Array([5., 1.], dtype=float32)
@@ -41,7 +41,7 @@ class Put:
     where: Any = None
 
     def __call__(self, value):
-        """Return the value with the array in place."""
+        """Return the value with the selected part replaced."""
         new = _like(value, self.values, "values")
         return new if self.where is None else jnp.where(_like(value, self.where, "where"), new, value)
 
@@ -81,12 +81,12 @@ class Scale:
 
 
 def site_key(path: str, name: str) -> str:
-    """The key "path/name" of a value among edits; the model itself has an empty path."""
+    """The key "path/name" of a value in a mapping of edits; the model itself has an empty path."""
     return "/".join(filter(None, (path, name)))
 
 
 def resolve(edits, known: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], Callable]:
-    """Return edits by (path, name), from edits by glob of "path/name" and the names `known` at each path."""
+    """Expand edits by globs of "path/name" to edits by (path, name); `known` lists the names at each path."""
     sites = {site_key(path, name): (path, name) for path, names in known.items() for name in names}
     if not isinstance(edits, Mapping):
         raise ValueError(f"edits is a {type(edits).__name__}: expected a mapping from 'path/name' to an edit")

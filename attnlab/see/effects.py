@@ -1,7 +1,7 @@
 """The effect of each head on a metric: ablation and activation patching, all edits in one compiled program.
 
 The edits of one layer differ only by a mask, so `vmap` runs them in parallel and computes everything before the edited
-value once. The edited block gets the residual stream of the unedited run, so XLA drops the blocks before it.
+value once. The edited block starts from the unedited run's residual stream, so XLA removes the blocks before it.
 """
 
 import dataclasses
@@ -25,20 +25,20 @@ AXES = ("layer", "head", "position")
 def ablate(model, variables, batch, metric: Callable, *, chunk: int | None = None, **kwargs) -> Effects:
     """Compute the metric with each head's output replaced by its mean, for all heads in one compiled program.
 
-    The mean of z is over the batch's examples and positions. Zeros, as in Michel et al. 2019, may be values that later
-    layers have never seen; to put zeros, use `edited` with `Put(0.0, where=…)`.
+    The mean of z is over the batch's examples and positions. Zeros, as in Michel et al. 2019, may be far from all
+    values that occurred in training; to put zeros, use `edited` with `Put(0.0, where=…)`.
 
     Args:
       model, variables, kwargs: as for `capture`.
       batch: the model's positional arguments, one array or a tuple of them.
       metric: a function from the model's result to a number, e.g. `lambda logits: logits[:, -1, 3].mean()`.
-      chunk: heads computed in parallel; fewer take less memory. All heads of a layer when None.
+      chunk: number of edits (here heads) that run in parallel; fewer take less memory. None for all of a layer.
 
     Returns:
       `Effects` with `values` `[L, H]`, the metric without each head, and its `baseline`.
 
     Raises:
-      ValueError: as for `capture`; the metric is not a number, or layers differ in their number of heads.
+      ValueError: as for `capture`; or the metric is not a number, or layers differ in their number of heads.
 
     >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3], [4, 5, 6]])
@@ -68,18 +68,18 @@ def patch(
 
     Args:
       model, variables, chunk, kwargs: as for `ablate`.
-      clean, corrupt: the positional arguments of two runs, of equal shapes; each one array or a tuple of arrays. Swap
+      clean, corrupt: positional arguments of two runs, with equal shapes; each is one array or a tuple of arrays. Swap
         them to put values of the corrupt run into the clean run.
       metric: as for `ablate`.
       site: the patched value: "q", "k", "v", "pattern" or "z" of attention; "in" or "out" of blocks.
-      over: axes of the result, among "layer", "head" and "position"; each patch covers all places along the other
-        axes. Heads of k and v are key heads, and positions of patterns are query positions.
+      over: axes of the result: "layer", alone or with "head", "position" or both. Each patch covers the whole of the
+        other axes. Heads of k and v are key heads, and positions of patterns are query positions.
 
     Returns:
       `Effects`, whose `recovered` is 0 where a patch changes nothing and 1 where it restores the other run's metric.
 
     Raises:
-      ValueError: as for `ablate`; an unknown site or axis, or runs of different shapes.
+      ValueError: as for `ablate`; or an unknown site or axis, or runs of different shapes.
 
     >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> clean, corrupt = jnp.array([[1, 2, 3]]), jnp.array([[4, 2, 3]])
@@ -104,18 +104,18 @@ def _args(batch) -> tuple:
 
 @dataclasses.dataclass(frozen=True)
 class _Sweep:
-    """Edits of one value, one at each of its places, and the metric under each edit."""
+    """One edit of the value `site` for each place (head and position) in a layer, and the metric under each edit."""
 
     view: ModelView
     metric: str  # equal for metrics with the same program, whatever arrays they read
-    program: Callable = dataclasses.field(compare=False)  # computes the metric from these arrays and a result
+    program: Callable = dataclasses.field(compare=False)  # (arrays, result) → metric
     site: str  # name of the value
     over: tuple[str, ...]  # axes of the result
     chunk: int | None  # edits in parallel; all of a layer when None
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Paths of the edited value, one for each layer."""
+        """Paths of the layers or blocks that have the value."""
         return tuple(path for path, names in self.view.sites.values().items() if self.site in names)
 
     def run(self, inputs) -> Run:
@@ -123,7 +123,7 @@ class _Sweep:
         return self.view.run(inputs, want=(self.site, *(["in"] if self.view.sites.blocks else [])))
 
     def layer(self, metric: Callable, inputs, base: Run, path: str, replacement):
-        """The metric with `replacement` at each place of one layer; its axes are `over` without "layer"."""
+        """The metric with `replacement` at one place of a layer at a time; its axes are `over` without "layer"."""
         value, block = base.values[self.site][path], self.view.sites.block_of(path)
         before = {} if block is None else {site_key(block, "in"): Put(base.values["in"][block])}
         masks, sizes = self.masks(value)
@@ -137,7 +137,7 @@ class _Sweep:
         return jax.lax.map(one, masks, batch_size=self.chunk).reshape(sizes)
 
     def masks(self, value) -> tuple[jax.Array, tuple[int, ...]]:
-        """Bools `[N, …]` that select each of the N places of a value, and the sizes of the axes that N combines."""
+        """Bools `[N, …]`, a mask for each of the N places of a value, and the sizes of the axes whose product is N."""
         at = {"head": -3, "position": -2} if self.site == "pattern" else {"head": -2, "position": -3}
         at = {"position": -2} if self.site in taps.STREAMS else at
         places = [value.ndim + at[axis] for axis in self.over[1:]]
@@ -170,7 +170,7 @@ def _sweep(view: ModelView, inputs, metric: Callable, site: str, over, chunk: in
 
 @functools.partial(jax.jit, static_argnums=0)
 def _swept(sweep: _Sweep, arrays, inputs, source=None):
-    """(Metric of each edit, of the unedited run, and of the source run); without a source, edits put the mean of z."""
+    """(Metric under each edit, in the unedited run, in the source run); without a source, edits put the mean of z."""
     metric, base, target = functools.partial(sweep.program, arrays), sweep.run(inputs), None
     if source is None:
         # All axes but heads and features are examples and positions.

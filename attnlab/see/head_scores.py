@@ -1,8 +1,8 @@
-"""Scores of attention heads by their patterns, with a null model.
+"""Score attention heads by their patterns, against uniform attention and the untrained model.
 
-Every head has some weight on the keys of a role: uniform attention gives the previous token 1/i, and random heads
-favour or avoid equal tokens by chance. Each score therefore comes with its value for uniform attention, and with a
-p-value against the same model before training.
+Every head puts some weight on the targets of a kind: with uniform attention, the i-th query puts 1/i on the previous
+token, and random heads favour or avoid equal tokens by chance. Each score therefore comes with its value for uniform
+attention and, if untrained weights are passed, a p-value.
 """
 
 import dataclasses
@@ -17,19 +17,19 @@ from scipy import special, stats
 from attnlab.types import Array
 
 KINDS = ("previous", "duplicate", "induction", "current", "sink", "entropy")
-_LEAST_SPREAD = 1e-6  # between the scores of untrained heads, because equal weights differ by rounding
+_LEAST_SPREAD = 1e-6  # least standard deviation assumed for untrained scores: equal scores differ by rounding
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Scores of L layers of H heads, and their p-values.
+    """Scores of the H heads in each of L layers, and their p-values.
 
     Attributes:
       values: by kind, `[L, H]`: weight on the targets, 0 to 1, averaged over the queries with targets; for "entropy",
         nats averaged over all queries but the first. NaN without targets.
       uniform: by kind, the value of uniform causal attention on these tokens.
-      p: by kind, `[L, H]`: p-values for a larger value (for "entropy": a smaller one) than untrained heads have,
-        multiplied by the number of heads and kinds (Bonferroni); NaN without targets. Empty without untrained weights.
+      p: by kind, `[L, H]`: p-value of a score this large (for "entropy": this small) among untrained heads, times the
+        number of heads and kinds (Bonferroni), at most 1; NaN without targets. Empty without untrained weights.
       count: by kind, the number of queries with targets.
       paths: paths of the L layers.
 
@@ -48,7 +48,7 @@ class Scores:
     paths: tuple[str, ...]
 
     def heads(self, kind: str, alpha: float = 0.01) -> list[tuple[int, int]]:
-        """The heads (layer, head) whose p-value is below `alpha`, clearest first.
+        """The heads (layer, head) whose p-value is below `alpha`, by descending score (for "entropy", ascending).
 
         Raises:
           ValueError: `kind` was not scored, or was scored without untrained weights.
@@ -88,17 +88,17 @@ def scores(
 ) -> Scores:
     """Score causal attention heads by the keys that they attend to, against the same model before training.
 
-    A head with random weights favours some tokens by chance, the same ones in all sequences, so more sequences do not
-    help. The test therefore compares heads: it is Student's t-test of one further value, and its sample is the
-    untrained heads of the same layer.
+    A head with random weights favours some tokens by chance, and the same tokens in all sequences, so more sequences do
+    not help. The test therefore compares heads: a Student's t-test of whether the head's score may be one more value of
+    the sample formed by the untrained heads of its layer.
 
     Args:
       patterns: weights of causal self-attention, `[L, B, H, T, T]` or, for each layer, `[B, H, T, T]`.
-      tokens: the tokens attended to. Repeated text needs different periods; otherwise a head that attends to a fixed
-        distance scores as an induction head.
+      tokens: the tokens attended to. If each sequence repeats, the periods must differ between sequences; otherwise a
+        head that attends to a fixed distance scores as an induction head.
       kinds: any of "previous", "duplicate", "induction", "current", "sink" (see `targets`) and "entropy".
-      untrained: weights of the untrained model on the same tokens; no p-values if None. Weights of several
-        initializations may be concatenated on the axis of heads, which sharpens the test for layers with few heads.
+      untrained: attention weights of the untrained model on the same tokens; no p-values if None. Several
+        initializations may be concatenated along the head axis, which sharpens the test for layers with few heads.
       paths: names of the layers; "layer 0" and so on by default.
 
     Raises:
@@ -139,7 +139,7 @@ def shares(pattern: Float[Array, "*B H Q K"]) -> Float[Array, "*B H Q K"]:
     """The share of each key in a query's absolute weights, |p| / Σ|p|, as Ali et al. 2024 show for Mamba.
 
     The weights of a recurrence may be negative and have any sum, but scores and pages need weights that sum to 1. A
-    query that reads nothing gets zeros.
+    query whose weights are all 0 gets zeros.
 
     >>> shares(jnp.array([[[1.0, 0.0], [3.0, -1.0]]]))
     Array([[[1.  , 0.  ],
@@ -208,7 +208,7 @@ def _measure(layers: Sequence[Array], tokens: np.ndarray, kind: str) -> _Measure
 
 
 def _p_untrained(kind: str, values: np.ndarray, untrained: np.ndarray) -> np.ndarray:
-    """Probability `[L, H]` that one more untrained head of the layer has at least such a score."""
+    """Probability `[L, H]` that one more untrained head of the layer scores this high (for "entropy": this low)."""
     sign, heads = (-1 if kind == "entropy" else 1), untrained.shape[1]  # a low entropy stands out
     spread = np.maximum(untrained.std(axis=1, ddof=1, keepdims=True), _LEAST_SPREAD) * np.sqrt(1 + 1 / heads)
     return stats.t.sf(sign * (values - untrained.mean(axis=1, keepdims=True)) / spread, heads - 1)

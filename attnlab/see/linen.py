@@ -62,7 +62,7 @@ class Linen:
     def run(self, variables, args: tuple, kwargs: Mapping, sites: Sites, want: tuple[str, ...], edits: Mapping, rows):
         """Return (result, values by name and path); `edits` maps (path, name) to an edit.
 
-        `rows` `[R]` selects rows of patterns; None for all.
+        `rows` `[R]` are the query rows of patterns to return; None for all.
         """
         requests = {}
         for (path, name), edit in edits.items():
@@ -97,7 +97,7 @@ class Linen:
 
 
 class ModuleCalls(NamedTuple):
-    """The calls of one module: type, rank of its first array, whether the output has that array's shape, and count."""
+    """The calls of one module: its type, its first array's rank, whether its output has that shape, and their count."""
 
     kind: str
     rank: int
@@ -145,8 +145,8 @@ class _Listener:
 
 
 def heard(calls, path: str, kind: str, port, is_block: bool, call, args: tuple, kwargs: Mapping, **about) -> tuple:
-    """Run a module, record its call and tap a block's streams; return (first array, output, the stream in it)."""
-    # The position or keyword of the first array.
+    """Run a module, record its call and tap a block's streams; return (first array, output, stream in the output)."""
+    # The index or keyword of the first array argument.
     at = 0 if args else next((name for name, value in kwargs.items() if isinstance(value, jax.Array)), None)
     x = None if at is None else args[at] if args else kwargs[at]
     noted = calls.get(path, ModuleCalls(kind, np.ndim(x), **about))
@@ -183,7 +183,7 @@ def _tapped_norm(module, port, x, out):
 
 @contextlib.contextmanager
 def tapped_attention(module, port, kind=nn.MultiHeadDotProductAttention):
-    """Route the `attention_fn` of a Flax layer, if it is of this kind, through the taps of `port` while it runs."""
+    """While a module runs, route its `attention_fn` through the taps of `port`, if it is a Flax layer of this kind."""
     if not isinstance(module, kind):
         yield
         return
@@ -196,7 +196,7 @@ def tapped_attention(module, port, kind=nn.MultiHeadDotProductAttention):
 
 
 def tapped(attention_fn: Callable, port) -> Callable:
-    """Wrap a Flax layer's attention function so that it goes through taps; Flax inspects its signature."""
+    """Wrap a Flax layer's attention function with taps, keeping its signature, which Flax inspects."""
 
     @functools.wraps(attention_fn)
     def run(query, key, value, *args, **kwargs):
@@ -220,7 +220,7 @@ def _weights(attention_fn, q, k, v, *args, **kwargs):
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted):
         kwargs = {name: kwargs[name] for name in kwargs if name in {parameter.name for parameter in accepted}}
     length, width = k.shape[-3], v.shape[-1]
-    # In parts as wide as the values, because some functions accept no other width.
+    # The identity is split into parts as wide as the values, because some functions accept no other width.
     eye = jnp.eye(length, -(-length // width) * width, dtype=v.dtype).reshape(length, -1, 1, width)
 
     def columns(part):
@@ -281,7 +281,7 @@ def _split(calls: tuple, path: str, lifted: int) -> dict:
 
 
 def _shapes_at(sown, path, rank) -> dict[str, dict]:
-    """The shapes of a module's values by site and name; its first argument has `rank` axes."""
+    """The shapes of a module's values by site and name; the module's first array has `rank` axes."""
     shapes: dict[str, dict] = {}
     for name in taps.ATTENTION:
         calls = sown[name].get(path, ())

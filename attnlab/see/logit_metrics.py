@@ -1,6 +1,6 @@
-"""Metrics as programs, so that metrics with the same program share a compiled sweep.
+"""Trace metrics to programs, so that metrics with the same program share a compiled sweep.
 
-The identity of a Python function is not enough: a lambda in a loop is new each time, and a function that reads a
+The identity of a Python function cannot decide this: a lambda in a loop is new each time, and a function that reads a
 global variable stays the same when the variable changes.
 """
 
@@ -16,7 +16,7 @@ from attnlab.ops import jaxprs
 
 
 def traced(metric: Callable, result: Any) -> tuple[str, Callable, list]:
-    """Return a key that metrics with the same program share, the program of (arrays, result), and its arrays.
+    """Return a key that metrics with the same program share, `program(arrays, result)`, and the arrays it reads.
 
     The metric is traced with the shapes and types of `result`.
     """
@@ -37,7 +37,7 @@ def traced(metric: Callable, result: Any) -> tuple[str, Callable, list]:
 
 
 def _inner_arrays(jaxpr):
-    """Arrays that a program's text does not show: literals, and constants of functions that it calls."""
+    """Arrays that a program's text omits: literals, and the constants of the functions that the program calls."""
     for eqn in jaxpr.eqns:
         for var in eqn.invars:
             if isinstance(var, core.Literal) and np.ndim(var.val):

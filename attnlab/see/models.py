@@ -1,4 +1,4 @@
-"""A model with its inputs, ready to run: the one place that distinguishes linen and nnx."""
+"""A model with its inputs, ready to run; only this module distinguishes linen and nnx."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ NAMES = (*taps.ATTENTION, *taps.STREAMS, taps.NORM, taps.MISMATCH, taps.MADE)
 
 @dataclasses.dataclass(frozen=True)
 class ModelView:
-    """A model's adapter, its options and its sites: the hashable part, static while a program is traced."""
+    """A model's adapter and its sites: the hashable part, which is a static argument of compiled programs."""
 
     adapter: Any
     sites: Sites
@@ -113,7 +113,7 @@ def _adapter(model, options) -> tuple[Any, Any]:
 
 
 def _unstacked(model, variables):
-    """Unstack the layers in a GPT's variables, so that each layer has its site; other variables stay as they are."""
+    """Unstack the layers in a GPT's variables, so that each layer has a site; other variables stay as they are."""
     if isinstance(model, GPT) and isinstance(variables, Mapping) and stack.is_stacked(variables.get("params")):
         return {**variables, "params": stack.unstack_layers(variables["params"])}
     return variables

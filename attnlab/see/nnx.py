@@ -1,4 +1,4 @@
-"""Models of `flax.nnx`: a call runs on a copy, from split and merge, with taps in its attention layers."""
+"""Models of `flax.nnx`: each call runs a copy of the model, from split and merge, with taps in its layers."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from attnlab.see.site import Sites, blocks_of
 
 
 class Seen(nnx.Intermediate):
-    """A captured value, as a variable so that it passes through `nnx.jit` and `nnx.remat`."""
+    """A captured value; it is an nnx variable so that it passes through `nnx.jit` and `nnx.remat`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Nnx:
         return self._call(state, args, kwargs, want, edits, rows, sites.blocks, {})
 
     def _call(self, state, args, kwargs, want, edits, rows, blocks, calls):
-        copy = nnx.merge(self.graph, jax.tree.map(lambda x: x, state))  # with variables of this trace
+        copy = nnx.merge(self.graph, jax.tree.map(lambda x: x, state))  # new variables, which belong to this trace
         modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(copy)}
         attention = [path for path, module in modules.items() if isinstance(module, nnx.MultiHeadAttention)]
         for path, module in modules.items():
@@ -87,7 +87,7 @@ class _Port:
 
 
 def _listen(module, path, port, blocks, calls) -> None:
-    """Give a module a subclass that records calls and taps its attention, or its streams if it is one of `blocks`."""
+    """Make the module's class a subclass that records calls and taps attention, and a block's streams."""
     kind = type(module)
 
     # `self` may be a copy of `module`, made by `nnx.remat` or `nnx.jit`.

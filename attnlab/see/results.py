@@ -30,11 +30,11 @@ class Run:
     order: tuple[str, ...] = dataclasses.field(metadata={"static": True}, default=())
 
     def paths(self, name: str) -> tuple[str, ...]:
-        """The paths with captured values of a name, in the order of the computation."""
+        """The paths at which a value of this name was captured, in the order of the computation."""
         return tuple(path for path in self.order if path in self.values.get(name, {}))
 
     def stack(self, name: str) -> Array:
-        """The values of all layers, `[L, …]`.
+        """The values of this name, stacked over the L layers: `[L, …]`.
 
         Raises:
           ValueError: nothing of that name was captured, or the layers differ in shape.
@@ -57,7 +57,7 @@ class Effects:
       axes: names of the axes, among "layer", "head" and "position".
       paths: paths of the L sites.
       baseline: the metric of the unedited run.
-      target: for patching, the metric of the run that the values come from.
+      target: the metric of the run that the patched values come from; None for `ablate`.
 
     >>> effects = Effects(np.array([[1.0, 2.0]]), ("layer", "head"), ("block_0/attention",), baseline=1.0, target=3.0)
     >>> effects.change, effects.recovered

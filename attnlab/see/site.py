@@ -11,14 +11,14 @@ class Site:
     """One attention layer of a model, for inputs of particular shapes.
 
     Attributes:
-      path: e.g. "block_0/attention"; "@1", "@2", … number the later calls of one layer, "[0]", "[1]", … the layers of
-        `nn.scan` or `nn.vmap`.
+      path: e.g. "block_0/attention"; the suffixes "@1", "@2", … mark further calls of one layer, and "[0]", "[1]", …
+        the layers of `nn.scan` or `nn.vmap`.
       kind: the layer's type, e.g. "MultiHeadAttention".
-      heads, kv_heads: H query heads, and Hk heads of keys and values.
+      heads, kv_heads: H, the number of query heads, and Hk, the number of key and value heads.
       q_length, kv_length: Tq and Tk.
       names: the values that can be captured, among q, k, v, pattern and z.
       editable: whether these values can be edited.
-      mismatch: max |pattern·v − z| / max |z|, for z before any output gate and norm; None if not measured.
+      mismatch: max |z − pattern·v| / max |pattern·v|, for z before any output gate and norm; None if not measured.
       tolerance: the largest mismatch at which a pattern counts as verified.
 
     >>> Site("attention", "MultiHeadAttention", 2, 2, 5, 5, mismatch=1e-7, tolerance=3e-4).verified
@@ -44,12 +44,12 @@ class Site:
 
 @dataclasses.dataclass(frozen=True)
 class Sites:
-    """The attention layers of a model and its blocks, in the order of the computation.
+    """A model's attention layers, blocks and norms, each in the order of the computation.
 
     Attributes:
       attention: the attention layers; iterating over `Sites` yields them.
-      blocks: paths of the layers that take and return the residual stream, with the values `in` and `out`.
-      norms: paths of the norms outside of blocks, with the value `norm`, their divisor `[..., T, 1]`.
+      blocks: paths of the layers that take and return the residual stream; their values are `in` and `out`.
+      norms: paths of the norms outside of blocks; their value `norm` is the divisor `[..., T, 1]`.
       others: path and kind of the layers that mix tokens without a pattern, such as `GRU`.
 
     >>> print(Sites((Site("attention", "MultiHeadAttention", 2, 2, 5, 5),)))
@@ -82,7 +82,7 @@ class Sites:
         return editable | dict.fromkeys(self.blocks, taps.STREAMS) | dict.fromkeys(self.norms, (taps.NORM,))
 
     def block_of(self, path: str) -> str | None:
-        """The block at or around a path; None if there is none."""
+        """The block that is the layer at `path` or contains it; None if there is none."""
         return next((block for block in self.blocks if f"{path}/".startswith(f"{block}/")), None)
 
     def __str__(self) -> str:
@@ -100,9 +100,9 @@ class Sites:
 
 
 def blocks_of(attention: tuple[str, ...], streams: dict[str, bool]) -> tuple[str, ...]:
-    """The blocks of the attention layers, among the modules that return the shape they take (`streams`, in call order).
+    """The blocks of the attention layers; `streams`, in call order, says which modules return the shape they take.
 
-    The block of a layer is the outermost such module around it that has only as many attention layers as the innermost.
+    A layer's block is the outermost of these modules around it that has no more attention layers than the innermost.
     """
 
     def around(path):

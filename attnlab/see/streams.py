@@ -19,9 +19,9 @@ from attnlab.types import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Contributions:
-    """The logit of a target as a sum over the model's parts.
+    """A target's logit as a sum over the model's parts.
 
-    A difference of two logits is the difference of their parts: `jax.tree.map(jnp.subtract, one, other)`.
+    The parts of a difference of two logits are the differences of parts: `jax.tree.map(jnp.subtract, one, other)`.
 
     Attributes:
       heads: `[L, H, B, T]`, from each head's output.
@@ -51,20 +51,20 @@ class Contributions:
 def contributions(model, variables, *args, targets: Int[Array, "B T"], **kwargs) -> Contributions:
     """Direct logit attribution (Elhage et al. 2021): the direct contribution of each head's output to a logit.
 
-    The last norm's divisor at each position depends on all parts; it is frozen at its value in this run, so that
-    the logit is a sum. Head h contributes z_h·W_O[h] to the stream.
+    The last norm's divisor at each position depends on all parts; freezing it at its value in this run makes the
+    logit a sum. Head h contributes z_h·W_O[h] to the stream.
 
     Args:
-      model: a `flax.linen` module of pre-norm blocks, `x + f(norm(x))`, whose attention layers have an output
-        projection `out/kernel` `[H, D, F]`, with at most one norm after the last block.
+      model: a `flax.linen` module of pre-norm blocks, `x + f(norm(x))`, with at most one norm after the last block;
+        its attention layers have an output projection `out/kernel` `[H, D, F]`.
       variables, args, kwargs: as for `capture`.
       targets: `[B, T]`, the token whose logit is decomposed at each position.
 
     Returns:
-      `Contributions`, whose total is `logits` to rounding.
+      `Contributions`, whose total equals `logits` up to rounding.
 
     Raises:
-      ValueError: as for `capture`; or the model has another form, so its parts do not sum to its logits.
+      ValueError: as for `capture`; or the model has another form, so the parts do not sum to the logits.
 
     >>> model = GPT.of(vocab_size=10, num_layers=2, num_heads=2, width=8, context=6)
     >>> tokens = jnp.array([[1, 2, 3]])
@@ -90,7 +90,7 @@ def contributions(model, variables, *args, targets: Int[Array, "B T"], **kwargs)
 
 @functools.partial(jax.jit, static_argnums=0)
 def _contributions(view: ModelView, inputs, targets):
-    """Return (contributions, distance of the blocks from sums, a scalar of the stream's type)."""
+    """Return (contributions, the largest `_left` of a block, a scalar of the stream's dtype)."""
     first, last = view.sites.blocks[0], view.sites.blocks[-1]
     run = view.run(inputs, want=("z", taps.MADE, *taps.STREAMS, *((taps.NORM,) if view.sites.norms else ())))
     frozen = {site_key(path, taps.NORM): Put(divisor) for path, divisor in run.values.get(taps.NORM, {}).items()}
@@ -125,9 +125,9 @@ def _contributions(view: ModelView, inputs, targets):
 
 
 def _left(run, block: str, rest, variables, view: ModelView):
-    """Relative distance of a block from x + attention + mlp, where mlp is at most one layer's output.
+    """Relative distance of a block from x + attention + mlp, where mlp is one layer's output or 0.
 
-    Heads add their outputs to the stream unchanged only if the rest is their bias plus at most one layer's output.
+    Heads add their outputs to the stream unchanged only if the rest is their bias plus this mlp.
     """
     for site in view.sites:
         if view.sites.block_of(site.path) == block and (bias := _out(variables, site.path).get("bias")) is not None:

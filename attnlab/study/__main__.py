@@ -1,4 +1,4 @@
-"""Studies test one claim each, measured over several seeds, and write a table, a figure and a verdict.
+"""Each study tests one claim, measured over several seeds, and writes a table, a figure and a verdict.
 
 attnlab study induction --fast
 attnlab study heads --out runs/heads

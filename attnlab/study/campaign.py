@@ -3,8 +3,8 @@
 python -m attnlab.study all --fast --out runs/all
 python -m attnlab.study all --only=markov,induction,path/to/mine.py --out runs/some
 
-A study that fails does not end the others. The report is rewritten after each study. Existing results are kept, so that
-the same command resumes where it was killed.
+A study that fails does not end the others. The report is rewritten after each study. Studies with results are not run
+again, so repeating a killed command resumes it.
 """
 
 import collections
@@ -70,7 +70,7 @@ def run(values) -> int:
 
 
 def _outcome(result: Result | str | None) -> str:
-    """Name how a study ended, from its result or its error; `result` is None before it has run."""
+    """Say how a study ended: `result` is its result or its error, or None before it has run."""
     if not result or isinstance(result, str):
         return "failed" if result else "not run yet"
     return "holds" if result.held else "does not hold"

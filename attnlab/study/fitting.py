@@ -40,7 +40,7 @@ def fit(
     watch: Callable | None = None,
     advance: Advance = ignore,
 ):
-    """Train with `adamw` and return the parameters; `watch(step, params, gradient)` is called before each update."""
+    """Train with `adamw` and return the parameters; `watch` gets (step, parameters before the update, gradient)."""
     optimizer = adamw(steps, learning_rate, weight_decay)
     update = jax.jit(functools.partial(_update, loss, optimizer))
     opt_state = optimizer.init(params)
@@ -71,7 +71,7 @@ def fit_seeds(
     """Train one model per seed, side by side, and yield all parameters at chosen steps.
 
     The seeds are split over devices (the study command makes each CPU core a device), and the seeds on one device run
-    side by side by `vmap`. All steps between two looks are one compiled loop, which also draws the batches.
+    side by side by `vmap`. The steps run in a compiled loop, which also draws the batches.
 
     Args:
       loss: `loss(params, batch)`, a scalar.
@@ -79,7 +79,7 @@ def fit_seeds(
       batches: `batches(step, seed)`, the batch of a step; both arguments are traced, see `attnlab.data.tasks`.
       optimizer: e.g. `adamw`.
       seeds: one model each; a multiple of the number of devices keeps all devices busy.
-      looks: increasing numbers of updates, the last of which ends the training; 0 gives the initial parameters.
+      looks: increasing numbers of updates after which to yield; the last ends the training, 0 is the initialization.
       advance: called as `advance(n)` after n more updates, counted over all seeds.
 
     Yields:
@@ -122,7 +122,7 @@ def _side_by_side(loss, init, batches, optimizer, seeds):
 
 
 def next_token(model: nn.Module) -> dict[str, Callable]:
-    """Return `loss` and `init` of a language model for `fit_seeds`, with batches of tokens `[B, T + 1]`."""
+    """Return `loss` and `init` of a language model for `fit_seeds`; batches are tokens `[B, T + 1]`."""
     takes_targets = "targets" in inspect.signature(model.__call__).parameters
 
     def loss(variables, tokens):
@@ -163,12 +163,12 @@ class StudyText(NamedTuple):
         return draw
 
     def held_out(self, context: int, batch_size: int, windows: int) -> Iterator[Batch]:
-        """Return batches of windows of the validation text."""
+        """Return an iterator over batches of windows of the validation text."""
         return iter(EvalBatches(self.validation, context=context, batch_size=batch_size, windows=windows))
 
 
 def read(path: str, least: int = 1) -> StudyText:
-    """Read a text, or the Python language reference; raise UserError for fewer than `least` validation tokens."""
+    """Read a text file, or the Python language reference for ""; UserError for under `least` validation tokens."""
     corpus = corpora.read_text("text", path=path) if path else corpora.read_text("python_docs")
     tokenizer = tokenizers.make("char", corpus.text)
     train, validation = tokenizer.encode(corpus.train), tokenizer.encode(corpus.validation)

@@ -1,4 +1,4 @@
-"""The studies: attnlab's by name, users' by file."""
+"""Load studies: attnlab's by name, user-defined studies by file."""
 
 import ast
 import importlib.util
@@ -51,7 +51,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def with_errors_named(study: str, call):
-    """Return `call()`; an error in a user's study becomes one line with its place; others are raised unchanged."""
+    """Return `call()`; if a user-defined study fails, raise a UserError of one line that names the line at fault."""
     try:
         return call()
     except (Exception, SystemExit) as error:
@@ -64,7 +64,7 @@ def with_errors_named(study: str, call):
 
 
 def _documented(study: ModuleType) -> ModuleType:
-    """Return a study with the docstring of its file, because Python drops it with -OO."""
+    """Return a study with the docstring from its file, because with -OO Python drops docstrings."""
     study.__doc__ = study.__doc__ or ast.get_docstring(ast.parse(Path(study.__file__).read_text(encoding="utf-8")))
     return study
 

@@ -31,7 +31,7 @@ class Result(NamedTuple):
 
     Attributes:
       claim, setup: the first line of the study's docstring, and the other lines.
-      path: the text that the study ran on, "" for the default text.
+      path: the text file that the study ran on; "" for the default text.
       held: whether all parts of the claim held.
       parts: whether each part of the claim held, and the measurement in words.
       seeds: number of seeds; 0 if the rows name none.
@@ -91,7 +91,7 @@ def run(name_or_file: str, values) -> int:
     if values.path and not registry.reads_text(study):
         raise UserError(f"--path={values.path}: {name} does not train on a text: remove this flag")
     folder = Path(values.out or f"runs/study-{name}")
-    unfinished = (f"{name}.csv", f"{name}.png", VERDICT)  # left by a study that was killed while it wrote
+    unfinished = (f"{name}.csv", f"{name}.png", VERDICT)  # left by a study that was killed while it wrote them
 
     def foreign(names: list[str]) -> str:
         return "is not empty" if any(each[0] != "." and each not in unfinished for each in names) else ""

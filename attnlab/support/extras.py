@@ -1,4 +1,4 @@
-"""Optional libraries, which only parts of attnlab need and its extras install."""
+"""Optional libraries: only parts of attnlab need them, and extras of attnlab install them."""
 
 import functools
 import importlib
@@ -28,7 +28,7 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
 
 @functools.cache  # the version is read from files, and each trace of an operator asks for it
 def reason_against_version(package: str, version: str, extra: str) -> str | None:
-    """The reason why a package cannot be used, because it is missing or has another version; None if it can be.
+    """Why a package cannot be used: it is missing or has another version. None if it can be used.
 
     >>> reason_against_version("no-such-package", "1.0", "none")
     "it needs no-such-package 1.0, and it is not installed: pip install 'attnlab[none]'"

@@ -40,9 +40,9 @@ class Option(NamedTuple):
       doc: one sentence.
       types: types of its values; float accepts integers as well.
       default: default of the field; `dataclasses.MISSING` if the option is required.
-      low, high: inclusive bounds of a number; an integer with `low` but no `high` must be below 2^31.
+      low, high: inclusive bounds of a number; with `low` but no `high`, it must be below 2^31.
       choices: the valid names; empty for any.
-      needs: by name, the values that other options of its group must have; otherwise it has no effect.
+      needs: by name, the values that other options of its group must have for this option to have an effect.
     """
 
     doc: str
@@ -88,7 +88,7 @@ def option(doc: str, default=_REQUIRED, *, low=None, high=None, choices=(), need
       default: default of the field; without it the option is required.
       low, high: inclusive bounds.
       choices: the valid names.
-      needs: values that other options of the group must have, or it has no effect: {"schedule": ("constant",)}.
+      needs: values that other options of the group must have for it to have an effect: {"schedule": ("constant",)}.
     """
     declared = Option(doc, (), default, low, high, tuple(choices), needs or {})
     return dataclasses.field(default=default, metadata={"option": declared})

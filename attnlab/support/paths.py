@@ -17,7 +17,7 @@ from attnlab.support.errors import UserError
 def claim(
     folder: Path,  # created if it is missing, and then removed if an error leaves it empty
     flag: str,  # the option that names the folder, for errors: "--out"
-    foreign: Callable[[list[str]], str],  # maps its sorted file names to an error, such as "is not empty", or to ""
+    foreign: Callable[[list[str]], str],  # maps the sorted file names to an error, such as "is not empty", or to ""
     marker: str = "",  # the file to lock, because NFS locks no folders; "" locks the folder itself
 ) -> Iterator[int]:
     """Context in which only this process, and children that hold the yielded lock open, use an output folder."""

@@ -29,7 +29,7 @@ def importing(words: Iterable[str]) -> None:
 
 
 def end_when_interrupted() -> None:
-    """Until `commands.run`, let SIGINT end this process, because an import of JAX turns it into another error."""
+    """Until `commands.run`, let SIGINT end this process: an import of JAX would report it as another error."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end)
 

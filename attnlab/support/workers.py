@@ -43,7 +43,7 @@ def tell(part: str, error: str = "") -> None:
 
 
 class Interrupted(BaseException):
-    """A signal to this process; its only argument is the signal's number."""
+    """Raised for a signal to this process; the only argument is the signal's number."""
 
 
 @contextlib.contextmanager
@@ -177,7 +177,7 @@ def _error(code: int, lines: Sequence[str]) -> str:
     """The last line that a failed process printed; "" if it did not fail."""
     if code == 0:
         return ""
-    # JAX ends a traceback with a remark about it.
+    # JAX ends a traceback with a remark about removed frames.
     lines = [line for line in lines if not line.startswith(("For simplicity, JAX has removed", "-----", TOLD))]
     said = lines[-1].strip().removeprefix("error: ") if lines else "it printed nothing"
     return said if code > 0 else f"killed by signal {-code}: {said}"

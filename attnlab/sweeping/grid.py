@@ -19,20 +19,20 @@ from attnlab.config import RunConfig
 from attnlab.nn import records
 from attnlab.support.errors import ArgumentError, UserError
 
-LONGEST = 120  # characters in a run's name, which is also the name of its folder
+LONGEST = 120  # characters; a longer name of a run is cut there, and gets a digest
 
 
 class Point(NamedTuple):
     """One run of a grid."""
 
-    name: str  # names its folder by its values: "learning_rate=0.001,seed=0"
+    name: str  # of the run and its folder, from its values: "learning_rate=0.001,seed=0"
     values: dict  # by field, without "config."
     config: RunConfig
 
 
 def points(grid: Sequence[str], base: RunConfig) -> list[Point]:
-    """Build the runs of a grid as changes of one config, in the order of its values; the last field varies fastest."""
-    base.check_effects()  # errors that the grid does not cause
+    """Build the runs of a grid as changes of `base`, in the order of its values; the last axis varies fastest."""
+    base.check_effects()  # report errors of `base` without blaming the grid
     axes = list(map(_axis, grid))
     names = [field for axis in axes for field, _ in axis]
     if len(set(names)) < len(names):
@@ -83,7 +83,7 @@ def _different(runs: list[Point], where: str) -> list[Point]:
 
 
 def _shown(value) -> Any:
-    """A field's value as shown in names and tables: a scalar unchanged, anything else as six digits of a sha256."""
+    """A field's value as shown in names and tables: a scalar unchanged, anything else as six hex digits of a sha256."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return hashlib.sha256(json.dumps(records.of_value(value)).encode()).hexdigest()[:6]
@@ -92,7 +92,7 @@ def _shown(value) -> Any:
 def _axis(text: str) -> list[tuple[str, list[str]]]:
     """Parse the fields of an axis, each with the texts of its values."""
     known = "|".join(map(re.escape, configs.declared()))
-    # Quoted values are matched first, because no field begins inside them.
+    # Quoted values are matched first, so that no field begins inside them.
     begins = re.compile(rf'"[^"]*"|(\s+)(?=config\.[\w.]+=|(?:{known})=)')
     axis = [_field(part) for part in begins.sub(lambda match: "\n" if match[1] else match[0], text).split("\n")]
     first, texts = axis[0]

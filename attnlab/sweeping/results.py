@@ -1,4 +1,4 @@
-"""The tables of a sweep, for its runs and for groups over seeds, and its page."""
+"""The results of a sweep: a table of runs, a table of groups over seeds, and a page."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -62,7 +62,7 @@ def table(points: list[grid.Point], folder: Path, failed: Mapping[str, str]) -> 
 
 
 def _fields(names: Iterable[str]) -> list[Column]:
-    """A column for each field, under the last part of its name."""
+    """A column for each field, titled with the last part of its name."""
     titles = {name: name.rpartition(".")[2].replace("_", " ") for name in names}
     return [
         Column(name, title, format=lambda row, name=name: str(row[name]), empty="None")
@@ -86,7 +86,7 @@ def _scores(workdir: Path) -> dict:
 
 
 def group_of(points: list[grid.Point]) -> dict[str, str]:
-    """Return the group of each run by name; empty if no two runs differ only in the seed, or if all do."""
+    """Return each run's group, by the run's name; {} if no two runs differ only in the seed, or if only seeds vary."""
     groups = {point.name: grid.name_of(_variant(point)) for point in points}
     return groups if all(groups.values()) and len(set(groups.values())) < len(groups) else {}
 
@@ -96,7 +96,7 @@ def _variant(point: grid.Point) -> dict:
 
 
 def group_table(groups: dict[str, str], points: list[grid.Point], rows: Sequence[Mapping]) -> Table | None:
-    """Build a table of groups, sorted by mean final loss, those without a finished run last; None without groups."""
+    """Build a table of groups by mean final loss; groups without a finished run come last. None without groups."""
     group_rows, loss_of = [], {row["run"]: row["loss"] for row in rows}
     for group in dict.fromkeys(groups.values()):
         members = [point for point in points if groups[point.name] == group]
@@ -109,7 +109,7 @@ def group_table(groups: dict[str, str], points: list[grid.Point], rows: Sequence
 
 
 def _write(by_run: Table, by_group: Table | None, groups: dict[str, str], folder: Path) -> None:
-    """Write the tables, the page, and with matplotlib the plot; a plot of groups shows only runs that finished."""
+    """Write the tables, the page and, with matplotlib, the plot; a plot of groups shows only runs that finished."""
     (folder / GROUPS).unlink(missing_ok=True)  # from an earlier grid
     written = {TABLE: by_run} | ({GROUPS: by_group} if by_group else {})
     for name, result_table in written.items():

@@ -1,4 +1,4 @@
-"""Train runs of one program in one process, together or one after another, with the same compiled steps.
+"""Train runs of one program in one process, at once or one after another, with the same compiled steps.
 
 python -m attnlab.sweeping.together TOGETHER FOLDER FILE, where FILE is written by `write`
 """
@@ -33,7 +33,7 @@ Tell = Callable[[str, str], None]  # called with the name of a run that has ende
 
 
 def main(argv: list[str]) -> int:
-    """Train the runs, report each that ends to the caller, and return the exit code."""
+    """Train the runs, report each to the parent process when it ends, and return the exit code."""
     together, folder, file = argv[1:]
     commands.prepare_output()
     compilation.keep_programs()
@@ -68,11 +68,11 @@ def _read(file: Path) -> dict[str, RunConfig]:
 def train_all(
     runs_by_workdir: Mapping[Path, RunConfig], together: str, tell: Tell = workers.tell, own_process=True
 ) -> int:
-    """Train runs of one program, by workdir, and call `tell` for each that ends.
+    """Train runs of one program, by workdir, and call `tell` for each run that ends.
 
-    Runs that start from the same step are trained `together` at a time, or all at once for "auto" on a GPU. If that
-    fails, for example for lack of memory, they are split into halves. Return 0, or 128 + the number of the signal that
-    stopped them.
+    Runs that start from the same step are trained `together` at a time; for "auto" all at once on a single GPU or TPU,
+    else one by one. If that fails, for example for lack of memory, they are split into halves. Return 0, or 128 + the
+    number of the signal that stopped them.
     """
     waiting, programs = _starting(runs_by_workdir, tell), {}
     with PreemptionHandler(own_process) as preemption:
@@ -101,7 +101,7 @@ def train_all(
                     continue
                 print(f"{len(now)} runs failed together ({message}): retrying in halves", flush=True)
                 half = len(now) // 2
-                for part in (now[half:], now[:half]):  # they may have started and saved
+                for part in (now[half:], now[:half]):  # regrouped by step, as some may have saved since
                     waiting[:0] = _starting({plan.workdir.path: plan.config for plan in part}, tell)
         return preemption.exit_code if preemption.signal else 0
 
@@ -127,7 +127,7 @@ def by_default() -> bool:
 
 
 def _shared(plans: Sequence[RunPlan], together: str, own_process: bool) -> tuple[runs.Shared, int]:
-    """Load the text and program of runs that start from the same step; also return how many train together."""
+    """Load the shared text and program of runs that start from the same step; also return how many train at once."""
     shared = runs.load(plans[0], runs.start_of(plans[0])[1])
     most = (len(plans) if by_default() else 1) if together == AUTO else int(together)
     count = min(most, len(plans))

@@ -44,9 +44,9 @@ def checked(jobs: int, together_: int | str) -> dict[str, Any]:
 
 
 def go_together(together_: int | str, jobs: int) -> bool:
-    """Whether runs with the same compiled program are trained at once, in `jobs` processes, or in this one if 0.
+    """Whether runs with the same compiled program are trained as one, in `jobs` processes (0: in this process).
 
-    A process that starts others leaves the accelerator to them, so a separate process looks for one.
+    A process that starts others must not occupy the accelerator, so a separate process finds out whether there is one.
     """
     if str(together_) != together.AUTO:
         return int(together_) > 1
@@ -60,7 +60,7 @@ def go_together(together_: int | str, jobs: int) -> bool:
 
 @contextlib.contextmanager
 def claimed(folder: Path, marker: str, content: dict) -> Iterator[int]:
-    """Reserve a folder for this process and its runs, write `content` to its marker, and yield the lock."""
+    """Reserve a folder for this process and its runs, write `content` to the file `marker`, and yield the lock."""
 
     def foreign(names: list[str]) -> str:
         return f"holds other files and no {Path(marker).stem}" if names and marker not in names else ""
@@ -73,10 +73,10 @@ def claimed(folder: Path, marker: str, content: dict) -> Iterator[int]:
 
 
 class Runner:
-    """Trains runs and counts them.
+    """Trains runs, and prints how many have ended.
 
-    Attributes:
-      total: number of runs in all calls.
+    Args:
+      total: number of runs in all calls of `train`.
       jobs: number of concurrent processes; 0 for this process, as notebook layers or an accelerator in use require.
       together: how many runs with the same compiled program are trained at once, see `together.train_all`.
       lock: a file descriptor that each process holds open.
@@ -92,7 +92,7 @@ class Runner:
         self._total += more
 
     def train(self, points: Sequence[Point], finished: set[str], folder: Path) -> dict[str, str]:
-        """Train the unfinished runs, and print each end; return the errors of failed runs, by name."""
+        """Train the unfinished runs, and print a line when each ends; return the errors of failed runs, by name."""
         waiting, failed = {point.name: point for point in points if point.name not in finished}, {}
         if finished:
             self._done += len(finished)
@@ -143,7 +143,7 @@ class Runner:
         return [together.__name__, self._together, str(folder), str(file)]
 
     def _left(self) -> str:
-        """Number of runs left, and their time at the speed so far; "" if none is left."""
+        """The number of runs left and the time that they will take at the speed so far; "" if none is left."""
         if not (left := self._total - self._done):
             return ""
         seconds = (time.monotonic() - self._start) / self._timed * left

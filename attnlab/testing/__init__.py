@@ -1,9 +1,9 @@
-"""The specification of attention as a test of any implementation.
+"""Test any implementation of attention against its specification.
 
     report = check_attention(my_attention)
 
-compares a function with the formula in NumPy float64, feature by feature, and reports whether each is right, wrong
-(with the smallest failing call as code), silently ignored, refused, or silently slow.
+This compares a function with the formula in NumPy float64, feature by feature, and reports whether each feature is
+right, wrong (with the smallest failing call as code), silently ignored, refused, or silently slow.
 """
 
 from attnlab.ops.call import AttentionCall

@@ -1,4 +1,4 @@
-"""Attention calls that use one feature each, drawn from a seed, and the calls they may be mistaken for."""
+"""Attention calls that use one feature each, drawn from a seed, and the calls that faulty code would compute."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -72,7 +72,7 @@ class Case(NamedTuple):
 
 
 def draw(feature: Feature, seed: int, shape: Shape = SHAPES[0]) -> Case:
-    """Draw the case of a seed. Numbers are multiples of 1/8, which are exact in bfloat16 and short in printed code.
+    """Draw a feature's case. Numbers are multiples of 1/8, which are exact in bfloat16 and short in printed code.
 
     >>> draw(FEATURES["causal"], seed=0).call.q.shape
     (2, 13, 8, 4)

@@ -20,7 +20,7 @@ from attnlab.testing.code import code_of
 from attnlab.testing.report import BOTTOM_RIGHT, DIAGONAL, LSE_TYPE, MASKED_ROW, NEITHER, TOP_LEFT, Outcome, Report, Row
 from attnlab.testing.subject import AdapterError, ResultError, Subject, Unsupported, as_attnlab, failure, outputs_of
 
-# Smallest first: a fault may need several keys, examples or heads.
+# Shapes for shrunk calls, smallest first; some faults need several keys, examples or heads.
 SMALL = tuple(
     Shape(batch, length, length, heads, heads, 1 + (heads > 1))
     for batch, heads in ((1, 1), (1, 2), (2, 2))
@@ -91,7 +91,7 @@ def results(function: Callable, case: Case, adapter: Callable | None = None, gra
 
 
 def _outputs(function: Callable, adapter: Callable) -> Callable:
-    """Return a function that maps a call to out and any lse by name; it passes `return_lse` if that is a parameter."""
+    """Return a function from a call to out and any lse; with `as_attnlab`, it sets `return_lse` if accepted."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a C function, which has no signature
@@ -118,7 +118,7 @@ class Finding(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """The operator's part of a check: drawing and judging cases, code that shows them, small shapes, memory use."""
+    """The parts of a check that depend on the operator: drawing, judging and printing a case, small shapes, memory."""
 
     draw: Callable[..., Case]
     judge: Callable[[Subject, Case, dict], Finding]
@@ -163,7 +163,7 @@ def _blind_spot(dtype, shape) -> str:
     precision = rounding(dtype)
     if precision <= np.finfo(np.float32).eps:
         return ""
-    roundings = 8 + math.sqrt(shape.kv_length) if isinstance(shape, Shape) else 4  # as in `bounds`, or for recurrences
+    roundings = 8 + math.sqrt(shape.kv_length) if isinstance(shape, Shape) else 4  # as in `bounds`; 4 for recurrences
     floor = roundings * precision
     products = "its products are in TF32: " if precision > float(jnp.finfo(dtype).eps) else ""
     return f"{products}errors up to {floor:.0%} of the largest value are within its bound"
@@ -186,7 +186,7 @@ def _judged(operator: Operator, subject: Subject, case: Case, gradients: bool) -
 
 
 def _shrunk(operator: Operator, subject: Subject, case: Case, finding: Finding, gradients: bool):
-    """The first small case that fails in the same way (or, without one, the original case), and its finding."""
+    """The first small case that fails in the same way, or the original case if there is none; and its finding."""
     for shape in operator.small if case.feature.name != "dropout" else ():
         small = operator.draw(case.feature, case.seed, shape)
         other, _ = _judged(operator, subject, small, gradients)
@@ -196,7 +196,7 @@ def _shrunk(operator: Operator, subject: Subject, case: Case, finding: Finding, 
 
 
 def compared(case: Case, actual: dict, answers: Callable, error: Callable) -> Finding:
-    """Judge results by name; `answers` returns exact and naive results, and `error` returns error divided by bound."""
+    """Judge a case's results by name; `answers` returns exact and naive results, `error` returns error / bound."""
     exact, naive = answers(case)
     errors = {name: error(case, name, x, exact[name], naive[name]) for name, x in actual.items()}
     worst, wrong = max(errors.values()), [name for name in sorted(errors, key="out".__ne__) if not errors[name] <= 1]
@@ -239,7 +239,7 @@ def _judge(subject: Subject, case: Case, actual: dict) -> Finding:
 
 
 def answers(case: Case) -> tuple[dict, dict]:
-    """(exact results, results of a naive computation in its type) of a case, each by name."""
+    """(exact results, results of a naive computation in the case's type), each by name."""
     is_half = case.feature.dtype != np.float32
     # In float32, −1e9 plus a score is −1e9: the scores of such a row are all equal.
     scores = np.float32 if case.feature.name == "shifted rows" else None
@@ -274,12 +274,12 @@ def bounds(case: Case, name: str, exact: np.ndarray, naive: np.ndarray) -> np.nd
 
     The error of a sum of n products is √n roundings on average and n at worst, so two orders of summation differ by a
     few roundings of the largest value. A score of size |s| has an error of ε|s|, which changes weights and results by
-    that fraction; gradients contain a weight twice. With ε of the type that products are rounded to, ε₃₂ of float32:
+    that fraction; gradients contain a weight twice. With ε for the type of the products and ε₃₂ for float32:
 
         floor = (8 + √Tk) ε · (the largest value) + 4 ε₃₂ · max|s| · (the largest value)
 
     Args:
-      case: the case, for its type, its lengths and the size of its scores.
+      case: determines the type, the lengths and the size of the scores.
       name: "out", "lse", or e.g. "the gradient of q".
       exact, naive: results `[…, features]`; one number per row for lse and the gradient of sinks.
 
@@ -314,7 +314,7 @@ def _of_masked_rows(case: Case, out: np.ndarray) -> str:
 
 
 def _diagonal(subject: Subject) -> str:
-    """The alignment of a function's causal mask with fewer queries than keys and without positions."""
+    """How a function aligns its causal mask if there are fewer queries than keys, and no positions."""
     case = drawn.draw(drawn.FEATURES["causal"], 0, Shape(2, 5, 9, 2, 2, 4))
     try:
         out = subject.run(case, gradients=False)["out"]
@@ -329,9 +329,9 @@ def _diagonal(subject: Subject) -> str:
 
 
 def _judged_dropout(case: Case, out: np.ndarray) -> Finding:
-    """Check that each weight 1/Tk becomes 0 (a share `RATE` of them, different in each row) or 1/Tk/(1 − rate)."""
+    """Check that dropout sets a share `RATE` of the weights 1/Tk to 0, varying by row, the rest to 1/Tk/(1 − rate)."""
     rate, kept = drawn.RATE, out != 0
-    deviation = math.sqrt(rate * (1 - rate) / kept.size)  # of the dropped share
+    deviation = math.sqrt(rate * (1 - rate) / kept.size)  # standard deviation of the dropped share
     dropped = 1 - kept.mean()
     if dropped == 0:
         return Finding("ignored", f"it computes {drawn.WITHOUT}", math.inf)
@@ -351,7 +351,7 @@ def _judged_dropout(case: Case, out: np.ndarray) -> Finding:
 # Memory
 
 
-_LENGTHS = (2048, 4096)  # many tiles of any size
+_LENGTHS = (2048, 4096)  # many tiles, whatever their size
 
 
 def _is_slow(subject: Subject, feature: Feature) -> bool:
@@ -369,7 +369,7 @@ def _is_quadratic(subject: Subject, feature: Feature) -> bool:
 
 
 def _temporary_bytes(subject: Subject, feature: Feature, length: int) -> int | None:
-    """The memory of a compiled call besides inputs and results; None if inputs grow with Tq·Tk or it is unknown."""
+    """The memory of a compiled call besides inputs and results; None if unknown, or if inputs grow with Tq·Tk."""
     call = drawn.draw(feature, 0, Shape(1, length, length, 1, 1, 8)).call
     if any(np.size(x) >= length * length // 64 for x in jax.tree.leaves(call)):
         return None

@@ -24,8 +24,8 @@ PIECES = (1, 11, 1, 11)
 CUT = 18  # within the last piece
 DOCUMENTS = (7, 17)
 PADDED = np.array([(5, 11), (6, 0)], np.int32)  # tokens of each sequence in two calls, padded to 11 tokens
-# Relative to the largest output. Float32 sums in another order differ by a few times 6e-8 per layer; a token that is
-# wrongly included changes outputs by its share of them.
+# Relative to the largest output. Float32 sums in another order differ by a few times 6e-8 per layer; a token wrongly
+# included changes outputs far more.
 TOLERANCE = 1e-4
 USUAL_CAUSES = (
     "usual causes are a norm or √x at 0, and a score mod that is not finite for a pair that the mask hides, such "
@@ -37,15 +37,15 @@ _ALONE = Context()
 def check_layer(layer: nn.Module, features: int, *, capacity: int = LENGTH, seed: int = 0) -> list[str]:
     """Return the faults of a token-mixing layer, one sentence each; [] for none.
 
-    The layer must be causal. Its outputs must be the same in pieces with a cache as in one pass, the same for packed
-    and padded sequences as for each alone, and the same in a loop over stacked layers and on several devices that split
-    the batch. Its gradients must be finite, also where its inputs are 0, and it must accept a piece without tokens. An
-    exception of the layer is a fault, reported with the call and the user's line that raised it.
+    The layer must be causal. Its outputs must not change if a sequence comes in pieces with a cache, if sequences are
+    packed or padded, if layers are stacked in a loop, or if two devices split the batch. Its gradients must be finite,
+    even for inputs of 0, and a piece without tokens must change nothing. An exception is a fault, reported with the
+    call and the line of user code that raised it; a call that the layer rejects with UserError is skipped.
 
     Args:
       layer: any `attnlab.nn.Layer`, or a module from `[B, T, F]` to `[B, T, F]`, as for `attnlab.nn.register`.
       features: F, width of the inputs.
-      capacity: tokens that its caches hold, 24 by default; 12 or more suffice if no token attends to more than that.
+      capacity: tokens that its caches hold, 24 by default; if no token attends to more than N ≥ 12 tokens, N is enough.
       seed: seed for parameters and inputs.
 
     Raises:
@@ -84,7 +84,7 @@ def check_layer(layer: nn.Module, features: int, *, capacity: int = LENGTH, seed
 
 
 def _found(fault: str, law: Callable, run: "_Run") -> str:
-    """The fault if a layer breaks a law or raises an exception; "" otherwise, also if it rejects the call."""
+    """The fault if a layer breaks a law or raises an exception; "" otherwise, or if it rejects the call."""
     try:
         error = law(run)
     except UserError:
@@ -106,7 +106,7 @@ class _RaisedError(Exception):
 
 @contextlib.contextmanager
 def _during(what: str) -> Iterator[None]:
-    """Context whose exceptions, except UserError, say what raised them."""
+    """Context that turns any exception except UserError into a `_RaisedError` that begins with `what`."""
     try:
         yield
     except (UserError, _RaisedError):
@@ -123,7 +123,7 @@ def _forward(layer: Layer, params, x, context: Context = _ALONE, cache=None) -> 
 
 
 def _parameters(layer: nn.Module, x: np.ndarray, seed: int):
-    """Initial values; NumPy draws kernels (JAX's draws compile for seconds) and replaces zeros (without effect)."""
+    """Initial values; NumPy draws kernels (JAX would take seconds) and replaces zeros, which would hide faults."""
     rng, key = np.random.default_rng(seed), jax.random.key(seed)
 
     def without_kernels(path, leaf):
@@ -219,7 +219,7 @@ def _sharded(run: _Run) -> float:
     with nn.logical_axis_rules((("batch", "data"),)):
         x = jax.device_put(run.x, NamedSharding(mesh, PartitionSpec("data")))
         params = jax.device_put(run.params, NamedSharding(mesh, PartitionSpec()))
-        apply = jax.jit(lambda params, x: _forward(run.layer, params, x).out)  # not `run.apply`: no rules
+        apply = jax.jit(lambda params, x: _forward(run.layer, params, x).out)  # `run.apply` was traced without rules
         with _during("a call split over two devices"):
             return _error(apply(params, x), run.whole)
 

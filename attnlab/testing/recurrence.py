@@ -22,7 +22,7 @@ from attnlab.testing.subject import FLOATING, Subject, outputs_of
 
 
 class RecurrenceShape(NamedTuple):
-    """The sizes of a call; the default length is not a multiple of any chunk.
+    """The sizes of a call; the default length is not a multiple of any chunk size.
 
     >>> [RecurrenceShape(length=length, features=64, values=64).length for length in (1, 63, 65, 130)]
     [1, 63, 65, 130]
@@ -61,7 +61,7 @@ class RecurrenceFeature:
     transform: ClassVar[str] = "jit"
 
     def instead(self, call: dict) -> dict[str, dict]:
-        """Calls that an implementation without the feature would compute, like `Feature.instead`."""
+        """The calls that an implementation without the feature would compute, as in `Feature.instead`."""
         left = {name: x for name, x in call.items() if name not in self.left_out}
         return {WITHOUT: left} if self.left_out else {}
 
@@ -144,10 +144,10 @@ def check_recurrence(
     """Compare a linear recurrence function with a loop over tokens, feature by feature.
 
     Each result may have four times the error of the loop in float32, plus 4ε(√(K + 3·64) + |G|) times its largest
-    element, for the rounding of algorithms with chunks of up to 64 tokens. |G| is 64 times the largest log decay, at
-    most 104, because e^−104 is 0 in float32. A gate's gradient must also have a median relative error within this
-    bound, which a difference of large running sums could exceed. bfloat16, in which kernels also multiply, is allowed
-    four more roundings.
+    element, for the rounding of algorithms with chunks of up to 64 tokens. |G| is 64 times the largest |g|, but at
+    most 104, because e^−104 is 0 in float32. If products are in bfloat16 or TF32, four roundings of that type are
+    added. The median relative error of a gate's gradient must also be within this bound, because a gradient computed
+    as a difference of large running sums loses its digits where it is small.
 
     Args:
       function: returns the output `[B, T, H, V]`, or (output, last state `[B, H, K, V]`).
@@ -165,7 +165,7 @@ def check_recurrence(
       a `Report`.
 
     Raises:
-      ValueError: an unknown feature, or fewer than one case.
+      ValueError: an unknown feature, no feature, fewer than one case, or an adapter that returns no keyword arguments.
 
     >>> report = check_recurrence(linear_recurrence, features=["beta"], cases=1)
     >>> report["beta"].outcome
@@ -226,7 +226,7 @@ def _error(case: Case, name: str, actual, exact, naive) -> float:
         return math.inf
     chunk_decay = min(float(abs(np.asarray(case.call.get("g", 0), np.float64)).max()) * 64, 104)
     floor = 4 * float(np.finfo(np.float32).eps) * (math.sqrt(case.shape.features + 3 * 64) + chunk_decay)
-    epsilon = rounding(case.feature.dtype)  # for operands and results; the sums above round in float32
+    epsilon = rounding(case.feature.dtype)  # the rounding of operands and results; the sums above round in float32
     floor += 4 * epsilon * (epsilon > float(np.finfo(np.float32).eps))
 
     def ratio(measure, size):
@@ -236,7 +236,7 @@ def _error(case: Case, name: str, actual, exact, naive) -> float:
     largest = ratio(np.max, max(abs(exact).max(), 1e-30))
     if name != "the gradient of g" or not exact.any():
         return largest
-    # Where nothing passes through a gate, its gradient is 0.
+    # A gate through which nothing passes has a gradient of 0, and does not count.
     return max(largest, ratio(lambda error: np.median(error[exact != 0]), np.where(exact == 0, 1, abs(exact))))
 
 

@@ -1,8 +1,8 @@
 """The reference for every implementation of attention: the formula in NumPy, for one call at a time.
 
-It shares no line with `attnlab.ops`: visibility is written out for each mask from its definition, and gradients are the
-textbook's, with the whole weight matrix. In float64 it is exact up to a few roundings. In another type it is the naive
-computation, and its error shows how large errors of that type are.
+It shares no computation with `attnlab.ops`: visibility is written out for each mask from its definition, and gradients
+are the textbook's, with the whole weight matrix. In float64 it is exact up to a few roundings. In another type it is
+the naive computation, whose error shows how large errors in that type are.
 
     s_ij = mods(scale · q_i·k_j + bias_ij)      p_ij = e^(s_ij) / (Σ_j e^(s_ij) + e^sink)      o_i = Σ_j p_ij v_j
     dv_j = Σ_i p_ij do_i      ds_ij = p_ij (do_i·v_j − o_i·do_i + dlse_i)      dq_i = Σ_j ds_ij mods′ scale k_j
@@ -32,14 +32,14 @@ class Answer(NamedTuple):
 
 
 def attention(call: AttentionCall, d_out=None, d_lse=None, dtype=np.float64, products=None, scores=None) -> Answer:
-    """Compute the results of a call with NumPy arrays, without dropout.
+    """Compute the results of a call with NumPy; dropout is ignored.
 
     Args:
-      call: masks of `attnlab.masks` except `MaskFn`; the score mods `SoftCap`, `ALiBi` and `Forget`.
+      call: may have any mask of `attnlab.masks` except `MaskFn`, and the score mods `SoftCap`, `ALiBi` and `Forget`.
       d_out, d_lse: weights of the outputs in the differentiated sum; without `d_out` there are no gradients.
       dtype: the type of the whole computation.
-      products: a narrower type that weights and results are rounded to, as implementations in bfloat16 do.
-      scores: a narrower type that scores are rounded to before the softmax.
+      products: a narrower type to which weights and results are rounded, as in implementations in bfloat16.
+      scores: a narrower type to which scores are rounded before the softmax.
 
     Returns:
       out `[*B, Tq, H, Dv]`, lse `[*B, Tq, H]` and the gradients of q, k and v, and of bias and sinks if there are any.

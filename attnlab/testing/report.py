@@ -16,7 +16,7 @@ PROFILES = {
     "attnlab": {MASKED_ROW: "0", DIAGONAL: "refused"},
     "jax.nn": {MASKED_ROW: "the mean of all values", DIAGONAL: TOP_LEFT},
     "torch": {MASKED_ROW: "0", DIAGONAL: TOP_LEFT},  # NaN before torch 2.5
-    "ONNX": {MASKED_ROW: "0", DIAGONAL: TOP_LEFT},  # by its published vectors
+    "ONNX": {MASKED_ROW: "0", DIAGONAL: TOP_LEFT},  # according to its published test vectors
     "flash-attention": {MASKED_ROW: "0", DIAGONAL: BOTTOM_RIGHT},  # TOP_LEFT before 2.1
 }
 
@@ -34,8 +34,8 @@ class Row:
       cases: how many calls were computed.
       gradients: whether gradients were compared.
       code: Python code that shows the smallest failing call found, or "".
-      fault: the same text for all rows with the same fault: the first wrong result, what is computed in its place, or
-        the exception.
+      fault: the first wrong result, what is computed in its place, or the exception; rows with the same fault have the
+        same text.
 
     >>> Row("causal", "refused").cases
     0
@@ -100,7 +100,7 @@ class Report(str):
 
     @property
     def follows(self) -> list[str]:
-        """The names in `PROFILES` that make the same choices as the function."""
+        """The names of the `PROFILES` with the same choices as the function."""
         return follows(self.meanings)
 
 
@@ -125,6 +125,6 @@ def counts(rows: Sequence[Row]) -> str:
 
 
 def follows(meanings: Mapping[str, str]) -> list[str]:
-    """The names in `PROFILES` that agree with `meanings`, if both choices of the profiles are known."""
+    """The names of the `PROFILES` that agree with `meanings`; none unless both choices of a profile are known."""
     seen = {choice: meaning for choice, meaning in meanings.items() if choice in (MASKED_ROW, DIAGONAL)}
     return [name for name, profile in PROFILES.items() if len(seen) == 2 and seen.items() <= profile.items()]

@@ -11,12 +11,12 @@ import numpy as np
 from attnlab.ops.call import AttentionCall
 from attnlab.testing.cases import Case
 
-FLOATING = ("q", "k", "v", "bias", "sinks", "g", "beta", "state")  # the arguments that have gradients
+FLOATING = ("q", "k", "v", "bias", "sinks", "g", "beta", "state")  # arguments whose gradients are compared
 _REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError)
 _NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
 
-class Unsupported(Exception):  # noqa: N818  the word of an adapter for what its function does not offer
+class Unsupported(Exception):  # noqa: N818  not an error: an adapter says what its function lacks
     """Raised by an adapter for a call that its function cannot compute.
 
     >>> raise Unsupported("it has no sinks")
@@ -27,15 +27,15 @@ class Unsupported(Exception):  # noqa: N818  the word of an adapter for what its
 
 
 class ResultError(Exception):
-    """Raised if a function returns neither an output nor (output, lse or state)."""
+    """Raised for results that are neither an output nor (output, lse or state), or that have a wrong shape."""
 
 
 class AdapterError(ValueError):
-    """Raised if an adapter, which is part of the check and not under test, returns no keyword arguments."""
+    """Raised if an adapter returns no dictionary of arguments: the adapter is part of the check, not under test."""
 
 
 def as_attnlab(call: AttentionCall) -> dict:
-    """Return a call's arguments as keyword arguments of `attnlab.attention`, without absent ones.
+    """Return the arguments that a call has, as keyword arguments of `attnlab.attention`.
 
     >>> call = AttentionCall(*3 * [np.ones((1, 2, 1, 4), np.float32)], mask=masks.Causal())
     >>> list(as_attnlab(call))
@@ -51,9 +51,9 @@ def as_attnlab(call: AttentionCall) -> dict:
 
 
 def outputs_of(function: Callable, adapter: Callable, second: str, shapes: Callable) -> Callable:
-    """Return a function that maps a call to its results by name, "out" and `second`, of the shapes `shapes(call)`.
+    """Return a function that maps a call to its results by name: "out" and, if there is a second result, `second`.
 
-    It raises AdapterError if the adapter returns no dictionary, and ResultError for results of another kind or shape.
+    It raises AdapterError unless the adapter returns a dictionary, and ResultError unless shapes are `shapes(call)`.
     """
 
     def outputs(call) -> dict:
@@ -77,7 +77,7 @@ def outputs_of(function: Callable, adapter: Callable, second: str, shapes: Calla
 
 
 def failure(error: Exception) -> tuple[str, str]:
-    """(outcome, why) for an error of the function under test: "refused" for argument errors."""
+    """(outcome, why) for an error of the function under test: "refused" for `Unsupported` and argument errors."""
     if isinstance(error, Unsupported | ResultError):
         return "refused" if isinstance(error, Unsupported) else "wrong", str(error)
     message = (str(error).strip().splitlines() or [""])[0][:160]
@@ -105,7 +105,7 @@ class Subject:
         self._compiled = {}
 
     def run(self, case: Case, gradients: bool) -> dict[str, np.ndarray]:
-        """Return the function's results and gradients; the call's arrays are traced if the function allows it."""
+        """Return results and, if `gradients`, gradients; masks and positions are traced if the function allows it."""
         transform, weights = case.feature.transform, {"out": case.d_out, "lse": case.d_lse}
         if transform == "sharded" and jax.device_count() < 4:
             raise Unsupported("it needs four devices: run attnlab conform, which simulates them")
@@ -131,7 +131,7 @@ def _over_batch_and_heads() -> jax.sharding.NamedSharding:
 
 
 def floating_of(call) -> dict:
-    """The arrays of a call that have gradients, by name."""
+    """The arrays of a call whose gradients are compared, by name."""
     fields = call if isinstance(call, dict) else vars(call)
     return {name: fields[name] for name in FLOATING if fields.get(name) is not None}
 
@@ -148,7 +148,7 @@ def _results(outputs, transform, gradients, call, floating, weights) -> dict:
 
 
 def with_gradients(outputs: Callable, arrays: dict, weigh: Callable[[dict], dict]) -> dict:
-    """Return, by name, outputs and gradients of their sum weighted by `weigh(outputs)`; missing weights are 0."""
+    """Return, by name, outputs and the gradients of their sum weighted by `weigh(outputs)`; a missing weight is 0."""
     results, pull_back = jax.vjp(outputs, arrays)
     weights = weigh(results)
     weights = {

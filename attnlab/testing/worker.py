@@ -1,8 +1,8 @@
-"""A check in a separate process, because an attention function may crash it: the work of `attnlab conform`.
+"""One check of `attnlab conform`, in a separate process because the function under test may crash.
 
     python -m attnlab.testing.worker '{"function": "jax.nn.dot_product_attention", …}'
 
-writes lines of JSON: the version, the row of each feature as soon as it is known, and the meanings.
+This writes lines of JSON: the version, the row of each feature as soon as it is known, and the meanings.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Checkpoints by Orbax: asynchronous, atomic, and verified by a manifest of sha256 digests."""
+"""Checkpoints through Orbax: asynchronous, atomic, and verified by a manifest of sha256 digests."""
 
 import contextlib
 import functools
@@ -22,15 +22,15 @@ from attnlab.support.paths import named
 from attnlab.training.state import TrainState
 
 MANIFEST = "manifest.json"
-# The phases of a run; tests kill it in each. The phases after "save" happen while the loop continues; "rename" is the
-# moment before a checkpoint gets its final name.
+# The phases of a run; tests kill it in each. "commit" and "rename" (just before a checkpoint gets its final name) run
+# in Orbax's thread while the loop continues; all others run in the loop's thread.
 PHASES = ("compile", "step", "evaluation", "sampling", "save", "write", "commit", "rename", "pruning")
 OnPhase = Callable[[str], contextlib.AbstractContextManager]
 TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of an incomplete checkpoint
 
 
 def history_steps(steps: int, count: int) -> list[int]:
-    """`count` steps from 0, the untrained baseline, to the last, log-spaced without repetitions."""
+    """`count` distinct steps, log-spaced from 0 (the untrained model) to the last; a single step is the last."""
     if not 0 <= count <= steps + 1:
         raise ValueError(f"{count} checkpoints of {steps} steps: expected 0 … {steps + 1}, as step 0 counts")
     if count < 3:
@@ -45,19 +45,19 @@ def history_steps(steps: int, count: int) -> list[int]:
 class Checkpoints:
     """The checkpoints of a run: the newest `keep`, the best, and the permanent checkpoints.
 
-    A checkpoint is a folder named after its step. It is written under a temporary name and renamed when complete. The
-    manifest is written last. It has the step and the sha256 of every other file, because Orbax alone would load a
-    flipped bit silently. `directory` may be any path of etils.epath; there, Orbax decides what is complete.
+    A checkpoint is a folder named after its step. It is written under a temporary name and renamed when complete. Its
+    last file is a manifest with the step and the sha256 of each file that holds state: without it, Orbax would silently
+    load flipped bits. `directory` may also be a URL that etils.epath supports; there, Orbax marks complete checkpoints.
 
     Attributes:
-      best: returns which of some steps to keep regardless of age, or None; set by the trainer.
+      best: maps the steps of all checkpoints to the step to keep regardless of age, or None; set by `open_run`.
     """
 
     def __init__(self, directory: str | Path, keep: int = 1, on_phase: OnPhase = contextlib.nullcontext):
         is_url = "://" in str(directory)
         try:
             self.directory = epath.Path(directory if is_url else Path(directory).expanduser().absolute())
-            self.directory.exists()  # fails if the package for an object storage is missing
+            self.directory.exists()  # fails if the package for this kind of storage is missing
         except (KeyError, ImportError) as error:
             why = f"checkpoint.dir = {directory} cannot be reached ({_why(error)})"
             raise UserError(f"{why}: choose another") from error
@@ -88,7 +88,7 @@ class Checkpoints:
         return sorted(int(path.name) for path in paths if ocp.utils.is_checkpoint_finalized(path))
 
     def save(self, state: TrainState, *, permanent: bool = False, **metadata) -> None:
-        """Start to write `state` with JSON `metadata`; the arrays may be reused once this returns."""
+        """Start writing `state`, and `metadata` as JSON; once this returns, the arrays may be overwritten."""
         step = int(state.step)
         trees = {"params": state.params, "opt_state": state.opt_state, "average": state.average}
         arrays = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree is not None}
@@ -107,14 +107,14 @@ class Checkpoints:
             final, temporary = str(step), f"{step}{TEMPORARY}"  # object storage has no rename: it uses `final`
             names = (path.name for path in self.directory.iterdir())
             folder = self.directory / next(name for name in names if name == final or name.startswith(temporary))
-            # Orbax writes the time to its own _CHECKPOINT_METADATA later; that file holds no state.
+            # Orbax will still add a timestamp to _CHECKPOINT_METADATA, which holds no state.
             files = (path for path in _files(folder) if path.name != "_CHECKPOINT_METADATA")
             digests = {str(path.relative_to(folder)): _file_sha256(path) for path in files}
             manifest = {"step": step, "sha256": digests} | ({"permanent": True} if permanent else {})
             with named(folder / MANIFEST):
                 (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
         with self._on_phase("rename"):
-            pass  # the rename, which Orbax does next
+            pass  # Orbax renames the folder next
 
     def wait(self) -> None:
         """Wait until the last save is on disk, then delete old checkpoints."""
@@ -122,13 +122,13 @@ class Checkpoints:
             return
         with self._writing():
             self._writer.wait_until_finished()
-        if jax.process_index() == 0:  # by hand: Orbax's policies need its manager, which cannot add the manifest
+        if jax.process_index() == 0:  # not by Orbax's CheckpointManager, which cannot add the manifest
             steps = self.steps()
             best = self.best(steps)
             for step in steps[: -self._keep]:
                 folder = self.directory / str(step)
                 if step != best and not self._is_permanent(step):
-                    with self._on_phase("pruning"):  # a kill leaves it damaged, and the next process deletes it
+                    with self._on_phase("pruning"):  # a kill leaves part of it; the next process prunes it
                         folder.rmtree()
 
     def _is_permanent(self, step: int) -> bool:
@@ -138,13 +138,13 @@ class Checkpoints:
             return False
 
     def damage(self, step: int) -> str:
-        """The first fault in the files of a checkpoint, compared with its manifest; "" when it is intact."""
+        """The first difference between the files of a checkpoint and its manifest; "" if it is intact."""
         folder = self.directory / str(step)
         try:
             manifest = _read_manifest(folder)
             if manifest["step"] != step:
                 return f"it belongs to step {manifest['step']}"
-            paths = {str(path.relative_to(folder)): path for path in _files(folder)}  # no name leads to another folder
+            paths = {str(path.relative_to(folder)): path for path in _files(folder)}  # no name can leave the folder
             for name, written in manifest["sha256"].items():
                 if name not in paths:
                     return f"{name} is missing"
@@ -159,7 +159,7 @@ class Checkpoints:
         return ""
 
     def newest_intact(self) -> tuple[int | None, dict[int, str]]:
-        """The newest intact step, or None without checkpoints; and the faults of newer checkpoints by step."""
+        """(Newest intact step or None, faults of newer checkpoints by step); UserError if every one is damaged."""
         damaged = {}
         for step in reversed(self.steps()):
             if not (why := self.damage(step)):
@@ -174,7 +174,7 @@ class Checkpoints:
         return None, {}
 
     def set_aside(self, step: int) -> str:
-        """Rename a checkpoint so that it is no longer found, replacing an earlier one; returns its new name."""
+        """Rename a checkpoint to STEP.damaged (replacing that folder), so that it is not found; return the new name."""
         aside = self.directory / f"{step}.damaged"
         if aside.exists():
             aside.rmtree()
@@ -194,7 +194,7 @@ class Checkpoints:
         return self._restore_like(step, {name: like})[name]
 
     def _restore_like(self, step: int, like: dict) -> dict:
-        """Items of a checkpoint in the form of `like`, whether their layers are stacked on disk or not."""
+        """Items of a checkpoint in the form of `like`, whether or not their layers are stacked on disk."""
         folder, wanted = self.directory / str(step) / "params", like.get("params", like.get("average"))
         try:
             metadata = ocp.StandardCheckpointHandler().metadata(folder)
@@ -209,7 +209,7 @@ class Checkpoints:
         return jax.jit(to_wanted, out_shardings=shardings)(saved)
 
     def metadata(self, step: int) -> dict:
-        """The metadata passed to `save`; every process must call this, because Orbax waits for all."""
+        """The metadata passed to `save`; every process must call this, because Orbax waits for all processes."""
         return self._restore(step, facts=ocp.args.JsonRestore())["facts"]
 
     def close(self) -> None:
@@ -226,8 +226,8 @@ class Checkpoints:
     def _writer(self) -> ocp.AsyncCheckpointer:
         if self._open_writer is None:
             _ignore_late_io()
-            # If creating a folder in the background fails, Orbax's threads wait for it for twenty minutes. They are not
-            # daemons, so the process could not end.
+            # If a folder could not be created in the background, Orbax's threads would wait twenty minutes for it. They
+            # are not daemons, so the process could not end.
             options = ocp.AsyncOptions(create_directories_asynchronously=False)
             options.post_finalization_callback = lambda: self._commit()
             handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(async_options=options))
@@ -256,7 +256,7 @@ class Checkpoints:
             yield
         except (OSError, ValueError, RuntimeError) as error:
             self._started = None
-            with contextlib.suppress(Exception):  # the same error again
+            with contextlib.suppress(Exception):  # it may raise the same error again
                 self._close_writer()
             if jax.process_count() > 1 and isinstance(error, TimeoutError | jax.errors.JaxRuntimeError):
                 raise  # another process is lost
@@ -302,9 +302,9 @@ def _why(error: BaseException) -> str:
 
 @functools.cache
 def _ignore_late_io() -> None:
-    """From now on, silence reads and writes that fail after the first failure was reported.
+    """From now on, print nothing about reads and writes that fail after the first failure.
 
-    Orbax accesses all arrays concurrently and raises the first failure; the others would each print a traceback.
+    Orbax accesses all arrays concurrently and raises the first failure; each later one would print a traceback.
     """
     report = sys.unraisablehook
 

@@ -18,8 +18,8 @@ def per_token(model: nn.Module, length: int) -> float:
 
     Each weight of a matrix product takes 2 FLOPs in the forward and 4 in the backward pass. Each multiplication in q·k
     and p·v takes as many, but only visible keys count: (T + 1) / 2 on average for a causal query (Chowdhery et al.
-    2022, appendix B, count every key). The same holds for multiplications with a recurrent state, although `chunked`
-    computes more of them. Embedding lookups, elementwise operations and the recomputation of remat are not counted.
+    2022, appendix B, count every key). Recurrences count as if computed token by token, although `impl="chunked"` does
+    more work. Embedding lookups, elementwise operations and recomputation by remat are not counted.
 
     Args:
       model: a module from tokens `[B, T]` to logits, with any layers.
@@ -52,7 +52,7 @@ def _variables(model: nn.Module):
 
 
 def peak(precision: str) -> float:
-    """FLOP/s that one device achieves in a large matrix product, best of six.
+    """FLOP/s that one device achieves in a large matrix product, the best of six runs.
 
     Args:
       precision: "float32" (in full precision), "tf32" or "bfloat16".

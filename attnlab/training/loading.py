@@ -22,8 +22,8 @@ class Run(NamedTuple):
     Attributes:
       model: `model.apply(params, tokens)` returns the logits of the next tokens.
       params: the variables `{"params": …}`, float32; with `config.optimizer.ema`, the average of the parameters.
-      tokenizer: converts text to token ids and back; None for a folder of `transformers` without tokenizer files.
-      config: the run's config; for a model of `transformers`, the default config with its model.
+      tokenizer: converts text to token ids and back; None for a Hugging Face model without tokenizer files.
+      config: the run's config; for a Hugging Face model, the default config with that model.
     """
 
     model: GPT | nn.Module
@@ -47,15 +47,16 @@ def load(
       workdir: the folder of `attnlab train --workdir=…`, or of a Hugging Face model and its tokenizer files.
       step: "latest", "best" (the lowest validation loss), or the step of an existing checkpoint.
       model: the module that `attnlab.train.train(…, model=…)` trained; None for a GPT.
-      mask, score_mod: the same arguments with which `attnlab.train.train` trained the run.
+      mask, score_mod: as passed to `attnlab.train.train`; needed only for functions that are not importable here.
 
-    To load a run with custom layers, first call `attnlab.nn.register` for their class, or import the same file.
+    To load a run with custom layers, first call `attnlab.nn.register` with their class, or
+    `attnlab.nn.custom.import_file` with their file.
 
     Returns:
       `Run(model, params, tokenizer, config)`, with the parameters on the default device.
 
     Raises:
-      UserError: no run or checkpoint, another run's tokenizer, or a model that `from_hf` rejects.
+      UserError: no run, a missing or damaged checkpoint, another run's tokenizer, or a model that `from_hf` rejects.
 
     >>> import tempfile
     >>> from attnlab.interop.huggingface import save_hf
@@ -67,7 +68,6 @@ def load(
     >>> model.apply(params, jnp.array([[1, 2, 3]])).shape
     (1, 3, 10)
     """
-    # Orbax and TFDS take seconds to import, which `import attnlab` must not.
     import jax
     import jax.numpy as jnp
 
@@ -85,7 +85,7 @@ def load(
 
 
 def load_params(workdir: Path, like, step: int | str = "latest"):
-    """Load the parameters of a run or of a Hugging Face model, placed like the `jax.ShapeDtypeStruct` in `like`."""
+    """Load the parameters of a run or a Hugging Face model; `like` has their shapes and shardings."""
     import jax
 
     if huggingface.is_hf(workdir):
@@ -123,7 +123,7 @@ def chosen_step(checkpoints, workdir: Path, step: int | str) -> int:
 
 
 def peek(workdir: str | Path, model=None, **parts) -> tuple[nn.Module, tokenizers.Tokenizer | None, RunConfig]:
-    """Model, tokenizer and config as from `load`, without the parameters; `parts` are mask and score_mod."""
+    """(Model, tokenizer, config) as in `load`, without loading the parameters; `parts` are mask and score_mod."""
     from attnlab.training.overrides import Overrides, with_parts
 
     workdir = Path(workdir)

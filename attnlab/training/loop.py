@@ -34,12 +34,12 @@ class TrainLoop:
     Each iteration dispatches one call of one or more steps. The devices compute it while the host reads the metrics of
     the previous call. At a pause (to evaluate, save or sample), the host waits for the devices.
 
-    After the first step, signals (SIGTERM, Ctrl-C) are polled once per call and during evaluation; the loop then saves
-    and ends. After SIGKILL, the newest intact checkpoint remains. The next start truncates the log to the step of this
-    checkpoint, and evaluates the step if that was not yet done.
+    After the first step, signals (SIGTERM, Ctrl-C) are polled once per call and during evaluation; after a signal, the
+    loop saves and ends. After SIGKILL, the newest intact checkpoint remains. The next start truncates the log to the
+    step of this checkpoint, and evaluates that step if no evaluation is in the log.
 
     Several runs that differ only in seed and learning rates take each step as one program. `members` holds their
-    state, and logs, evaluates and saves each run; a run that diverges or is out of patience ends before the others.
+    state, and logs, evaluates and saves each run; a run that diverges or runs out of patience ends before the others.
 
     Args:
       runs: the open runs; only the first process writes their logs and files.
@@ -75,11 +75,11 @@ class TrainLoop:
         with self.reporter, members.profiler(step) as profiler:
             if members.evaluation_pending(step) and not members.evaluate(step, self.preemption.requested):
                 return self.preemption.exit_code
-            members.end_exhausted(step)  # runs that were stopped after their patience ran out
+            members.end_exhausted(step)  # runs that ran out of patience just before they were stopped
             self._timer.restart(step)
             while step < end and members.runs:
                 step = self._call(step, batches, profiler)
-                stopping = self.preemption.requested()  # later requests wait for the next call
+                stopping = self.preemption.requested()  # a later signal is handled after the next call
                 due = members.due(step)
                 self._read(wait=stopping or any(due))
                 if not members.runs:  # all have diverged
@@ -102,7 +102,7 @@ class TrainLoop:
         return 0
 
     def _call(self, step: int, batches: Iterator[Batch], profiler: Profiler) -> int:
-        """Dispatch as many steps after `step` as one call may have; returns the last one."""
+        """Dispatch the steps after `step`, as many as one call may have; returns the number of the last."""
         is_first, began, members = step == self.start, time.perf_counter(), self.members
         if is_first:
             self.reporter.say("compiling the step")
@@ -127,7 +127,7 @@ class TrainLoop:
         return last
 
     def _report_first_step(self, step: int) -> None:
-        self.preemption.handle()  # from here on there is something to save
+        self.preemption.handle()  # from now on there is something to save
         self.reporter.print(f"first step finished: {self._timer.elapsed():.1f} s, including compilation")
         self.reporter.show("")
         if not self.members.logs_at(step):
@@ -136,7 +136,7 @@ class TrainLoop:
     def _steps_ahead(self, step: int) -> int:
         """The number of steps in the next call: up to the next pause, and for at most `LONGEST_CALL` seconds."""
         config, most = self.config, self.program.steps_per_call
-        if most == 1 or step == self.start:  # before the first step, there is nothing to save
+        if most == 1 or step == self.start:  # the first step is a call by itself, as signals save nothing before
             return 1
         every = [config.eval.every, config.checkpoint.every, config.sample.every or config.steps]
         pauses = [step + each - step % each for each in every] + [config.steps, *self.members.history]
@@ -152,7 +152,7 @@ class TrainLoop:
         while len(self._unread) > (not wait):
             call = self._unread.popleft()
             read = self.members.population.rows(call.metrics)
-            # A dispatch may block until its steps have been computed; later calls have then ended as well.
+            # A dispatch may block until its steps have been computed, so later calls may have ended as well.
             ended = [call, *(each for each in self._unread if each.metrics["loss"].is_ready())][-1].last
             self._timer.stop(ended)
             steps = range(call.first, call.last + 1)

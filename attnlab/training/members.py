@@ -63,7 +63,7 @@ class Members:
             self.save(step, [index for index, run in self.runs.items() if 0 not in run.checkpoints.steps()])
 
     def batches(self) -> Batches:
-        """Batches by step."""
+        """The training batches of all runs, by step."""
         return self.population.stack([run.text.train for run in self.runs.values()])
 
     def profiler(self, start: int) -> Profiler:
@@ -179,7 +179,7 @@ class Members:
                 run.checkpoints.save(state, permanent=step in self.history, log=log)
 
     def save_and_stop(self, step: int) -> None:
-        """Save all runs after a signal, and print where once they are saved."""
+        """Save all runs after a signal, wait for the saves, and print where each run was saved."""
         self.reporter.close()
         self.reporter.print(f"stopping: saving step {step}; a second signal ends the process without saving")
         self.save(step, self.runs)
@@ -233,7 +233,7 @@ class Members:
                 self._end(index)
 
     def finish(self, step: int) -> None:
-        """Write the last records of all runs."""
+        """Write a last sample and the final record of each run, once its checkpoint is saved."""
         for index in self.runs:
             self._finish(index, step)
 
@@ -254,7 +254,7 @@ class Members:
             self._tell_of_use(run)
 
     def _diverge(self, index: int, fault: str, step: int) -> None:
-        """End a run because its metrics are not finite; nothing more of it is saved."""
+        """End a run because its metrics are not finite; its state is not saved again."""
         run = self.runs[index]
         if run.log:
             run.log.write(step=step, split="diverged", loss=None)
@@ -292,7 +292,7 @@ class Members:
             self.reporter.print(f"generate text with: {typed('sample')} {options}")
 
     def _unstacked(self, params):
-        """Unstack the layers of the parameters; leave a user-defined model's unchanged, whatever their names."""
+        """Unstack stacked layers; a user-defined model's parameters stay unchanged, whatever their names."""
         return unstack_layers(params) if self.program.scan else params
 
     def _tokens(self, steps: int) -> int:

@@ -26,9 +26,9 @@ class MetricsLog:
     Args:
       path: the file; created with the first record.
       offset: the value of `offset()` when the checkpoint from which the run resumes was saved; None for a new run.
-        Later records are removed because they will be written again. A "final" record of `last_step` stays, because
-        the run is extended from it.
-      last_step: the step at that offset.
+        Records after this offset are removed, because they will be written again. Only a "final" record of `last_step`
+        stays, because the run is extended from there.
+      last_step: the step of that checkpoint.
       trackers: receive each record when it is written.
 
     Attributes:
@@ -36,7 +36,7 @@ class MetricsLog:
       lost: whether the file is missing although it had records when that checkpoint was saved.
 
     Raises:
-      UserError: the part up to the offset has changed.
+      UserError: the file has changed before the offset.
     """
 
     def __init__(self, path: Path, offset: dict | None = None, last_step: int = 0, trackers: Sequence[Tracker] = ()):
@@ -140,7 +140,7 @@ def best_step(records: list[dict], steps: list[int]) -> int | None:
 
 
 def stalled(records: list[dict], patience: int) -> bool:
-    """Whether none of the last `patience` evaluations had a lower validation loss than all before them.
+    """Whether none of the last `patience` evaluations improved on the lowest earlier validation loss; False for 0.
 
     >>> losses = [3.0, 2.5, 2.6, 2.5]
     >>> records = [{"step": step, "split": "val", "loss": loss} for step, loss in enumerate(losses)]
@@ -152,7 +152,7 @@ def stalled(records: list[dict], patience: int) -> bool:
 
 
 def finished(path: Path, steps: int, patience: int) -> int | None:
-    """The last step of a run that has ended, at `steps` or by `config.eval.patience`; None if it has not ended."""
+    """The last step of a run that ended, at `steps` or earlier by `config.eval.patience`; None if it has not ended."""
     records = read(path)
     finals = [record["step"] for record in records if record["split"] == "final"]
     if steps in finals:
@@ -161,7 +161,7 @@ def finished(path: Path, steps: int, patience: int) -> int | None:
 
 
 def format_scores(split: str, scores: dict) -> str:
-    """Format a loss, with bits per character and byte or an accuracy where available."""
+    """Format a loss, with the bits per character and per byte, and the accuracy, if `scores` has them."""
     if scores["loss"] is None:
         return f"{split} loss not finite"
     bits = ""

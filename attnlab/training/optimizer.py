@@ -1,4 +1,4 @@
-"""Optimizers and learning rate schedules by name, with gradient clipping, and weight decay on matrices only."""
+"""Optimizers and learning rate schedules by name, with gradient clipping and selective weight decay."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from attnlab.support.errors import UserError
 
 
 class Peaks(NamedTuple):
-    """The peak learning rates, as numbers or float32 scalars (arguments of a compiled step), or their schedules."""
+    """Peak learning rates, as numbers or float32 scalars (arguments of a compiled step); or schedules with them."""
 
     learning_rate: float | jax.Array | optax.Schedule
     muon_learning_rate: float | jax.Array | optax.Schedule
@@ -31,8 +31,8 @@ def learning_rate(config: Optimizer, steps: int, extensions: Sequence[dict] = ()
     """The learning rate at each update: a linear rise to the peak, then the schedule `config.schedule`.
 
     "cosine" falls along half a cosine to the final fraction of the peak (Loshchilov and Hutter 2017); "linear" falls
-    along a line. "constant" stays at the peak, and falls along a line during the last `config.decay_fraction` of all
-    steps (Hu et al. 2024, "warmup-stable-decay").
+    linearly. "constant" stays at the peak, and falls linearly during the last `config.decay_fraction` of all steps
+    (Hu et al. 2024, "warmup-stable-decay").
 
     An extended run follows the schedule for the earlier number of steps up to the update at which it was extended, and
     then the schedule for the new number. A rate that had decayed rises in one step, which is a warm restart (Loshchilov
@@ -98,7 +98,7 @@ def make(
     optimizers use `b1`. "adamw" (Loshchilov and Hutter 2019), "lion" (Chen et al. 2023) and the AdamW of "muon" also
     use `b2`, see `decay_rate`. "sgd" sums past gradients with decay `b1`, without averaging (Sutskever et al. 2013).
     "muon" (Jordan et al. 2024) moves each matrix of a layer (see `attnlab.nn.matrices`) by its orthogonalized momentum
-    times √max(1, outputs/inputs) · `muon_learning_rate`, which has the same schedule; AdamW updates all else.
+    times √max(1, outputs/inputs) · `muon_learning_rate`, on the same schedule; AdamW updates all else.
 
     Args:
       config: `config.optimizer`.
@@ -127,7 +127,7 @@ def make(
 def decay_rate(config: Optimizer, tokens_per_update: int | None) -> float:
     """β₂: `config.b2`, or the rate at which a gradient's weight halves in `config.b2_halflife` tokens.
 
-    With a half-life in tokens, the average covers as many tokens whatever the batch size (Marek et al. 2025).
+    With a half-life in tokens, the average covers the same number of tokens at any batch size (Marek et al. 2025).
 
     Raises:
       ValueError: a half-life without `tokens_per_update`.
@@ -166,7 +166,7 @@ def _muon(config: Optimizer, rates, b2: float, matrices) -> optax.GradientTransf
         is_matrix = functools.partial(_matrix, matrices)
         return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if is_matrix(path) else "adamw", params)
 
-    # `optax.contrib.muon` would decay norms and biases with the embeddings, or none of them.
+    # `optax.contrib.muon` would apply weight decay either to norms, biases and embeddings alike, or to none of them.
     moved = optax.chain(
         optax.contrib.scale_by_muon(beta=config.muon_momentum, weight_dimension_numbers=axes),
         optax.stateless(lambda updates, _: jax.tree.map(_scaled_by_shape, updates, axes(updates))),
@@ -180,7 +180,7 @@ def _muon(config: Optimizer, rates, b2: float, matrices) -> optax.GradientTransf
 
 
 def _matrix(matrices: Mapping[str, Matrix], path) -> Matrix | None:
-    """The matrix at the path of a parameter, or of a part of a parameter; None if there is none."""
+    """The matrix at the path of a parameter, or of one part of a fused parameter; None if there is none."""
     return matrix_at(matrices, [key for key in path if not isinstance(key, jax.tree_util.SequenceKey)])
 
 
@@ -189,7 +189,7 @@ def _dimensions(matrix: Matrix) -> MuonDimensionNumbers:
 
 
 def _on_parts(transform: optax.GradientTransformation, matrices) -> optax.GradientTransformation:
-    """Apply a transformation separately to each of the matrices that are fused in a parameter."""
+    """Apply a transformation separately to each matrix of a fused parameter."""
 
     def parts(path, x):
         fused = _matrix(matrices, path).fused
@@ -205,26 +205,26 @@ def _on_parts(transform: optax.GradientTransformation, matrices) -> optax.Gradie
 
 
 def _scaled_by_shape(x, axes: MuonDimensionNumbers):
-    """An update times √max(1, outputs/inputs), so that all entries have about the same size (Jordan et al. 2024)."""
+    """An update times √max(1, outputs/inputs): then its RMS is about 1/√inputs for any shape (Jordan et al. 2024)."""
     inputs, outputs = (np.prod([x.shape[axis] for axis in group]) for group in axes)
     return x * max(1.0, outputs / inputs) ** 0.5
 
 
 def skipping_nonfinite(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Wrap an optimizer so that non-finite gradients change nothing; `total_notfinite` in its state counts them."""
+    """Wrap an optimizer to skip updates whose gradients are not finite; `total_notfinite` in its state counts them."""
     return optax.apply_if_finite(optimizer, max_consecutive_errors=2**31 - 2)
 
 
 def decayed(params) -> dict:
-    """The mask of weight decay: kernels and embeddings, by name, because biases of split heads also have two axes."""
+    """The mask of weight decay: kernels and embeddings, by name, because biases with an axis of heads are 2D too."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
 
 
 def averaged(average, params, updates: jax.Array, decay: float):
     """The exponential moving average of parameters over all updates (Polyak and Juditsky 1992).
 
-    It is corrected for its start, as Adam's moments are: the parameters after update i of n have the weight
-    decay^(n−i) · (1 − decay)/(1 − decay^n), and the parameters before the first update have weight 0.
+    Its initial value has no influence, as with Adam's bias-corrected moments: the parameters after update i of n have
+    the weight decay^(n−i) · (1 − decay)/(1 − decay^n), and the parameters before the first update have weight 0.
 
     Args:
       average: the average over the previous updates; any value at the first update.

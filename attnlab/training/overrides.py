@@ -26,14 +26,14 @@ class Overrides(NamedTuple):
     optimizer: optax.GradientTransformation | None = None
 
     def metadata(self) -> dict:
-        """The entry "user_defined" of `config.json`, with values in words; {} if nothing is passed."""
+        """The entry "user_defined" of `config.json`, which describes the overrides in words; {} without any."""
         if self.model is self.optimizer is None:
             return {}
         model = None if self.model is None else _shown(self.model)
         return {"user_defined": {"model": model, "optimizer": self.optimizer is not None and "a user's"}}
 
     def code(self, config: RunConfig) -> dict[str, versions.Code]:
-        """The user code that a run computes with, by "model" and "optimizer"; an entry without user code is absent."""
+        """The user code of a run, by "model" and "optimizer"; a part without user code has no entry."""
         code, packed = {}, config.data.packing == "documents"
         model = config.model if self.model is None else self.model
         if self.model is not None or custom.code(config.model):
@@ -54,7 +54,7 @@ class Overrides(NamedTuple):
 
     def _check(self, saved: Mapping, config: RunConfig, workdir, names: tuple[str, ...]) -> None:
         was, now = (each.get("user_defined", {}) for each in (saved, self.metadata()))
-        if was.get("mask") or was.get("score_mod"):  # format 1 has them only in words
+        if was.get("mask") or was.get("score_mod"):  # format 1 only describes them in words
             raise UserError(f"{workdir} was begun by an older attnlab, which did not save its mask: train it again")
         for name in names:
             before, value = (each.get(name) or None for each in (was, now))
@@ -76,12 +76,12 @@ class Overrides(NamedTuple):
                 )
 
     def precision(self, configured: str) -> str:
-        """The precision in which the user's model computes; UserError if the config names another."""
+        """The precision of a user-defined model; UserError if the config names another."""
         name = type(self.model).__name__
         if (dtype := getattr(self.model, "dtype", None)) is None:
             try:
                 shapes = jax.eval_shape(self.model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
-            except TypeError:  # `TrainProgram` explains how the model is called
+            except TypeError:  # `TrainProgram` will raise an error that explains the call
                 return "float32"
             # If a module has no `dtype`, Flax computes in the type of its parameters.
             dtype = jnp.result_type(*jax.tree.leaves(shapes))
@@ -106,7 +106,7 @@ def with_parts(config: RunConfig, *, layers=None, mask: Mask | None = None, scor
     """The config with other layers (see `RunConfig.changed`), and with a mask and score mods in all of them.
 
     Raises:
-      UserError: a layer without such a field, or with another value in it.
+      UserError: a layer that has no such field, or has another value in it.
     """
     config = config if layers is None else config.changed({"model.layers": layers})
     for name, value in (("mask", mask), ("score_mod", score_mod)):

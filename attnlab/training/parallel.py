@@ -79,7 +79,7 @@ class Parallel(NamedTuple):
         return jax.jit(create, out_shardings=self.shardings(jax.eval_shape(create, *arguments)))(*arguments)
 
     def replicate(self, tree):
-        """Place values that are equal in all processes on every device; no process waits for another."""
+        """Copy values to every device, without waiting for other processes; all processes must pass equal values."""
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.replicated, np.asarray(x)), tree)
 
     def over_processes(self, state):
@@ -118,7 +118,7 @@ class Parallel(NamedTuple):
         return shares.index(tuple(sorted(by_process[jax.process_index()]))), len(shares)
 
     def place_batch(self, batch: Batch, axis: int = 0) -> Batch:
-        """Split this process' sequences of a global batch, which lie along `axis`, over its devices."""
+        """Split this process' share of a global batch over its devices; sequences lie along `axis`."""
         if self.strategy == "pmap":
 
             def split(x):
@@ -135,7 +135,7 @@ class Parallel(NamedTuple):
     def abstract_batch(
         self, batch_size: int, context: int, segments: bool = False, answers: int = 0, outer: tuple[int, ...] = ()
     ) -> Batch:
-        """Shapes, types and shardings of a batch from `place_batch`; `answers` is a number per sequence, 0 for a text.
+        """Shapes, types and shardings of a batch from `place_batch`; a sequence has `answers` answers, 0 for a text.
 
         `outer` are the sizes of the axes before the sequences.
         """
@@ -154,7 +154,7 @@ class Parallel(NamedTuple):
         )
 
     def transfer_guard(self):
-        """Context for a step: disallows implicit transfers, except with `pmap`, which places the batch itself."""
+        """Context for a step: disallows implicit transfers, but not for `pmap`, which transfers the batch itself."""
         return jax.transfer_guard("disallow") if self.strategy == "mesh" else contextlib.nullcontext()
 
     def compile_train(self, steps: Callable, shardings, fuses_sums: bool = False) -> Callable:
@@ -195,7 +195,7 @@ def make(
     context: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Parallel:
-    """Choose the devices of a run, from `jax.devices()` if None; `data` = −1 takes all available devices."""
+    """Arrange `devices` (None: `jax.devices()`) as the mesh of a run; `data` = −1 takes all available devices."""
     try:
         devices = jax.devices() if devices is None else list(devices)
     except RuntimeError as error:  # JAX_PLATFORMS names a missing platform
@@ -218,7 +218,7 @@ def make(
             f"config.parallel.mesh.data = {requested}, but there are {available} devices: use −1 for all"
             + (" (pmap always takes all)" if strategy == "pmap" else f", or 1 to {available // split}")
         )
-    # Neighbours in the mesh are neighbours in a TPU's torus where possible; an axis of the torus may be shared.
+    # Neighbours in the mesh are neighbours in a TPU's torus where possible; several mesh axes may share a torus axis.
     sizes = (data, fsdp, context, tensor)
     placed = mesh_utils.create_device_mesh(sizes, devices[:count], allow_split_physical_axes=True)
     mesh = jax.sharding.Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -238,7 +238,7 @@ def from_first_process(number: int) -> int:
 
 
 def check_shares(config: RunConfig, devices: int) -> None:
-    """Raise UserError for a size that cannot be split evenly; `devices` is the number that split the batch."""
+    """Raise UserError for a size that cannot be split evenly; the batch is split over `devices` devices."""
     mesh, accumulation, model = config.parallel.mesh, config.optimizer.accumulation, config.model
     key_heads = [(f"model.{x.kind}.kv_heads", x.kv_heads or 0) for x in model.used if isinstance(x, AttentionConfig)]
     parts = f"devices × accumulation = {devices} × {accumulation} ="

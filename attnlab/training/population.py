@@ -1,4 +1,4 @@
-"""Runs that are trained as one program, and how several runs differ from one."""
+"""Runs that are trained as one program: several runs add an axis to states, batches and metrics."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ class Population(NamedTuple):
     """n runs that start from the same step and differ only in seed and learning rates.
 
     A single run has no axis of runs. With several runs, state, batches and metrics have a leading axis of runs, and the
-    state is (states, bool `[n]`). The bool of a run is False once the run has ended, or a step would have made its
-    parameters non-finite; then its state no longer changes while the other runs continue.
+    state is (states, bool `[n]`). The bool of a run becomes False when the run ends, or when a step produces parameters
+    that are not finite; from then on its state does not change, while the other runs continue.
 
     >>> Population().join([3]), Population(2).join([jnp.ones(4), jnp.zeros(4)])[0].shape
     (3, (2, 4))
@@ -25,7 +25,7 @@ class Population(NamedTuple):
     n: int = 1
 
     def join(self, states: Sequence[Any]) -> Any:
-        """Return the state of the population; with several runs, delete the states in `states`."""
+        """Return the state of the population; with several runs, free the memory of `states`."""
         if self.n == 1:
             return states[0]
         joined = _joined(states)
@@ -62,7 +62,7 @@ class Population(NamedTuple):
         return step if self.n == 1 else _of_all(step)
 
     def shapes(self, tree, sharding):
-        """A run's tree of `jax.ShapeDtypeStruct` with the axis of several runs; every leaf gets `sharding`."""
+        """A run's tree of `jax.ShapeDtypeStruct`, with an axis of runs if there are several, and with `sharding`."""
         outer = () if self.n == 1 else (self.n,)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*outer, *x.shape), x.dtype, sharding=sharding), tree)
 

@@ -1,4 +1,4 @@
-"""The precision of a run: `config.precision`, where "auto" is the faster type on the hardware.
+"""The precision of a run: `config.precision`, where "auto" is the type that the hardware multiplies faster.
 
 "tf32" has the types of "float32". Only its products differ: NVIDIA GPUs since Ampere round their operands to TF32, with
 10 bits of mantissa.
@@ -12,7 +12,7 @@ import jax
 
 from attnlab.support.errors import UserError
 
-# JAX's names of precisions; without a name, JAX multiplies float32 in TF32 on GPUs.
+# JAX's names for the precision of products; by default, JAX multiplies float32 in TF32 on GPUs.
 _PRODUCTS = {"float32": "highest", "tf32": "tensorfloat32"}
 _DESCRIBED = {"float32": "float32 (products in full precision)", "tf32": "float32, products in TF32"}
 # Instructions of x86 CPUs that multiply bfloat16, as Linux names them.

@@ -16,7 +16,7 @@ PEER_LOST = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again"
 
 def is_peer_lost(error: Exception) -> bool:
     """Whether another process may have caused an error in this one; JAX also raises Gloo errors as ValueErrors."""
-    is_own = any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Traceback"))  # the latter from a callback
+    is_own = any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Traceback"))  # a traceback is from a callback
     is_runtime = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
     return not is_own and (is_runtime or "Gloo" in str(error))
 
@@ -37,11 +37,11 @@ class PreemptionHandler:
     compiles, when Python's handlers would wait.
 
     In a distributed run all processes must stop after the same step. JAX's preemption service synchronizes them on
-    SIGTERM, so SIGINT is forwarded as SIGTERM. The service is polled only between steps, and ignores a second SIGTERM.
-    If a process is lost, the others would wait for it forever, so they exit with `PEER_LOST` after `timeout` seconds
-    without a step; saves count towards this time.
+    SIGTERM, so SIGINT is forwarded as SIGTERM. The service ignores a second SIGTERM. If a process is lost, the others
+    would wait for it forever, so they exit with `PEER_LOST` if `timeout` seconds pass without a poll, even in a save.
 
-    If `own_process` is False (as in a notebook), signals raise KeyboardInterrupt instead of ending the process.
+    If `own_process` is False (as in a notebook), the caller's handlers stay until `handle` is called, a second signal
+    raises KeyboardInterrupt, and lost processes are not detected.
     """
 
     def __init__(self, own_process: bool = False, timeout: int = 300):
@@ -70,7 +70,7 @@ class PreemptionHandler:
             signal.signal(number, handler)
 
     def handle(self) -> None:
-        """Record signals from now on, because there is something to save."""
+        """From now on, record signals instead of ending, because there is something to save."""
         self._set(self._record)
 
     def requested(self) -> bool:

@@ -13,17 +13,17 @@ from attnlab.training import state as states
 from attnlab.training.loading import load_params, peek
 from attnlab.training.workdir import Workdir
 
-_SET_HERE = (*states.HOW, "context")  # fields that a new run's config sets
+_SET_HERE = (*states.HOW, "context")  # model fields that the new run's config sets, not `init_from`
 
 
 def completed(config: RunConfig, workdir: Workdir) -> tuple[RunConfig, tokenizers.Tokenizer | None]:
     """The config with the model fields from `config.init_from`, and the tokenizer in that folder.
 
-    For an existing run in `workdir` the fields come from its `config.json`, because `init_from` may be gone by now.
-    The tokenizer is None for an existing run, or if there is none.
+    For an existing run in `workdir`, the fields come from its `config.json`, because `init_from` may be gone by now.
+    The tokenizer is None for an existing run, or if the folder has none.
 
     Raises:
-      UserError: a field that is neither its default nor the value in `init_from`.
+      UserError: `init_from` holds no usable model, or a model field is set to a different value than there.
     """
     if not config.init_from:
         if config.data.tokenizer == "pretrained":

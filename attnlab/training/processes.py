@@ -16,9 +16,9 @@ TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 def connect(timeout: int) -> None:
     """Connect to the other processes of a distributed run; do nothing in a single process.
 
-    The environment variables of srun, mpirun and `launch/local.sh` show a distributed run. The hosts of a TPU slice
-    have none, so `launch/tpu_vm.sh` sets ATTNLAB_DISTRIBUTED=1, and JAX queries the TPU's metadata. The value 0
-    prevents connecting. All processes must connect within `timeout` seconds.
+    The environment variables of srun, mpirun and `launch/local.sh` indicate a distributed run. The hosts of a TPU slice
+    have no such variables, so `launch/tpu_vm.sh` sets ATTNLAB_DISTRIBUTED=1, and JAX queries the TPU's metadata.
+    ATTNLAB_DISTRIBUTED=0 prevents connecting. All processes must connect within `timeout` seconds.
     """
     distributed = os.environ.get("ATTNLAB_DISTRIBUTED", "")
     if distributed not in ("", "0", "1"):
@@ -49,7 +49,7 @@ def connect(timeout: int) -> None:
 
 
 def leave(code: int) -> None:
-    """Exit this process at once: a normal exit would wait for other processes, and for programs compiled ahead."""
+    """Exit this process at once: a normal exit would wait for other processes, and for background compilations."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

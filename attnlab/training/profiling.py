@@ -11,12 +11,12 @@ import jax
 class Profiler:
     """Trace steps `first` to `last` of a run.
 
-    A run that starts between these steps traces the rest, except its first step, which compiles. If the run stops
-    before `last`, the trace has the steps so far.
+    A run that resumes between these steps traces the rest, except its first step, which compiles. If the run stops
+    before `last`, the trace has the steps up to there.
 
     Args:
       steps: `first` and `last`; None for no trace.
-      start: the step from which the run starts.
+      start: the step of the state from which the run starts.
       folder: receives plugins/profile/TIME/*, where TensorBoard looks for traces.
       report: called with a line for the user.
     """

@@ -40,7 +40,7 @@ _PROGRAMS: contextvars.ContextVar[dict | None] = contextvars.ContextVar("program
 def shared_programs(programs: dict | None = None) -> Iterator[None]:
     """Context or decorator in which runs with the same programs trace and compile them once.
 
-    A nested context shares the programs of the outer one; `programs` is for sharing them between several contexts.
+    A nested context shares the outer context's programs; pass one dict `programs` to several contexts to share it.
     """
     shared = _PROGRAMS.get() if programs is None else programs
     token = _PROGRAMS.set({} if shared is None else shared)
@@ -51,9 +51,9 @@ def shared_programs(programs: dict | None = None) -> Iterator[None]:
 
 
 class TrainProgram:
-    """Everything that a run computes with, from a `RunPlan`'s config. Nothing is compiled before it is called.
+    """Everything that a run computes with, from a `RunPlan`'s config. Nothing is compiled before it is needed.
 
-    `model` and `optimizer` are as in `attnlab.train.train`; `extensions` as in `optimizer.learning_rate`.
+    For `model` and `optimizer` see `attnlab.train.train`, for `extensions` see `optimizer.learning_rate`.
 
     Attributes:
       config: the argument.
@@ -81,10 +81,10 @@ class TrainProgram:
             _check_model(model, vocab_size, config.data.packing)
             self.model = model.over_tokens(vocab_size) if isinstance(model, GPT) else model
         self._over_tokens = self.model if isinstance(self.model, GPT) else _OverTokens(self.model, vocab_size)
-        # Only in programs without user code: tests/test_gradients.py compares their gradients with float64.
+        # Only in programs without user code, whose gradients tests/test_gradients.py compares with float64.
         is_builtin = model is None and optimizer is None
         self._fuses_sums = is_builtin and all(map(_gains_by_fused_sums, self.model.config.used))
-        # A user's optimizer may select parameters by layer.
+        # A user's optimizer may select parameters by layer, so layers are stacked only on request.
         self.scan = model is None and (states.scans(config, platform) if optimizer is None else bool(config.scan))
         self._init = jax.jit(self.model.init)
         self.learning_rate = None
@@ -106,7 +106,7 @@ class TrainProgram:
         else:
             self.optimizer = optimizers.skipping_nonfinite(optimizer) if skip else optimizer
             self._optimizer_at = lambda at: self.optimizer
-        self._first = self  # the instance that holds the programs
+        self._first = self  # the instance whose compiled programs are used
         if (programs := _PROGRAMS.get()) is not None:
             user_code = map(_hashable, (model, optimizer))
             config = _without_arguments(config), overrides.version(config)
@@ -135,16 +135,16 @@ class TrainProgram:
 
     @functools.cached_property
     def steps_per_call(self) -> int:
-        """Maximum number of updates in one call of the devices."""
+        """Maximum number of updates in one dispatch to the devices."""
         return states.steps_per_call(self.config, self.parallel.mesh.devices.flat[0].platform, self.parameters)
 
     def train_steps(
         self, state, batches: Sequence[Batch], per_run=None, max_steps: int = 1, population: Population = ONE
     ) -> tuple:
-        """Take a step on each batch; return (state, metrics float32 `[max_steps]`, set for each batch).
+        """Take a step on each batch; return (state, metrics), where entry i of a metric `[max_steps]` is from batch i.
 
-        Consumes the state. `max_steps` is the largest number of batches that the program takes. With several runs,
-        state, batches and metrics have an axis of runs: see `Population`.
+        The old state is donated. `max_steps` is the largest number of batches that the program takes. With several
+        runs, state, batches and metrics have an axis of runs: see `Population`.
         """
         per_run = self.per_run([self.config]) if per_run is None else per_run
 
@@ -156,15 +156,15 @@ class TrainProgram:
         placed = self.parallel.place_batch(jax.tree.map(stacked, *batches), 1 + len(population.axes))
         count = self.parallel.replicate(np.int32(len(batches)))
         self._wait_for("train")
-        steps = self.steps(population)  # this may create constants of the model, such as the slopes of ALiBi
+        steps = self.steps(population)  # before the guard, as this may create constants, such as the slopes of ALiBi
         with self.parallel.transfer_guard():
             return steps(state, placed, per_run, count)
 
     def compile_ahead(self, population: Population = ONE) -> None:
-        """Start to compile the steps of training and evaluation in threads, into JAX's cache on disk.
+        """Start compiling the training and evaluation steps in threads, into JAX's cache on disk.
 
-        `train_steps` and `evaluate` wait for their program. Does nothing without that cache, nor with several
-        processes, because all processes must compile in the same order.
+        `train_steps` and `evaluate` wait for their program. Does nothing without that cache, or in a distributed run,
+        where all processes must compile in the same order.
         """
         if not jax.config.jax_compilation_cache_dir or jax.process_count() > 1:
             return
@@ -181,10 +181,10 @@ class TrainProgram:
 
     def _wait_for(self, name: str) -> None:
         if name in self._ahead:
-            self._ahead.pop(name).exception()  # the call itself raises it
+            self._ahead.pop(name).exception()  # the call itself will raise it again
 
     def per_run(self, configs: Sequence[RunConfig]) -> tuple:
-        """Seed and learning rates of each run, on the devices; they are arguments, so that runs can share a program."""
+        """Seed and peak learning rates of each run, on the devices: as arguments, so that runs can share a program."""
         return self.parallel.replicate(Population(len(configs)).values(list(map(_per_run, configs))))
 
     def steps(self, population: Population = ONE) -> Callable:
@@ -196,7 +196,7 @@ class TrainProgram:
         return self._first._compiled("eval", population, self._compile_eval)
 
     def _compiled(self, what: str, population: Population, compile_: Callable) -> Callable:
-        """A compiled function: one for a single run, another for several runs, whatever their number."""
+        """The compiled function `what`: one for a single run, and another for several runs, whatever their number."""
         key = what, population.n == 1
         if key not in self._functions:
             self._functions[key] = compile_(population)
@@ -245,7 +245,7 @@ class TrainProgram:
         stop: Callable[[], bool] = lambda: False,
         population: Population = ONE,
     ) -> list[dict[str, float]] | None:
-        """For each run, the mean "loss" in nats per token of held-out text; for a task, the mean over its answers, and
+        """For each run, the mean "loss" in nats over the tokens of held-out text; for a task, over its answers, and
         their "accuracy". None if `stop()` returns True before the end."""
         self._wait_for("eval")
         sums, step = 0, self.eval_step(population)
@@ -299,7 +299,7 @@ class TrainProgram:
 
 
 def _without_arguments(config: RunConfig) -> RunConfig:
-    """The config with defaults for all fields that no program depends on."""
+    """The config with defaults in the fields that are arguments of programs, or on which no program depends."""
     groups = {name: type(getattr(config, name))() for name in ("checkpoint", "eval", "log", "sample")}
     peaks = {name: getattr(Optimizer, name) for name in optimizers.Peaks._fields}
     optimizer = dataclasses.replace(config.optimizer, **peaks)
@@ -307,7 +307,7 @@ def _without_arguments(config: RunConfig) -> RunConfig:
 
 
 def _hashable(value):
-    """A value, or its `id` if it has no hash, such as a mask of arrays; the program keeps the value alive."""
+    """A model or optimizer, or its `id` if it has no hash; the program keeps the object alive."""
     try:
         hash(value)
     except TypeError:
@@ -316,7 +316,7 @@ def _hashable(value):
 
 
 def _gains_by_fused_sums(layer: LayerConfig) -> bool:
-    """Whether a layer trains over 3 % faster with fused sums, because jaxlib 0.10.2 computes some of them wrongly.
+    """Whether a layer trains over 3 % faster with fused sums, which others avoid because of a bug in jaxlib 0.10.2.
 
     Without fused sums, a step of the quickstart takes 1.05 to 1.12 times as long with attention and 1.03 to 1.18 with
     `gru`, but 0.89 to 1.03 with recurrences and stick-breaking attention (two Intel Xeon cores, float32 and bfloat16).
@@ -335,7 +335,7 @@ def _means(loss: float, count: float, right: float | None = None) -> dict[str, f
 
 
 class _OverTokens(nn.Module):
-    """A user's model with its logits, which may be padded, cut to the tokens of the tokenizer."""
+    """A user's model, whose logits may be padded: they are cut to the tokens of the tokenizer."""
 
     model: nn.Module
     vocab_size: int

@@ -1,4 +1,4 @@
-"""A run: the plan before anything is loaded or written, and the open resources while it trains.
+"""A run: its plan before anything is loaded or written, and its open resources while it trains or is evaluated.
 
 `resolve` makes a `RunPlan` from a config and a folder; `open_run` loads its text and state, and claims its files.
 """
@@ -36,15 +36,15 @@ NOWHERE = Path("/dev/null/no-run")  # a folder that cannot hold a run
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """A run before anything is loaded or written.
+    """The plan of a run, before anything is loaded or written.
 
     Attributes:
       config: complete and checked, with the precision "auto" resolved.
       workdir: the folder, and the run that an earlier start left there.
-      finished: the last step of a run that has ended; None for any other.
+      finished: the last step of a run that has ended; None for any other run, and for an evaluation.
       tokenizer: the tokenizer in `config.init_from`; None to use the tokenizer of the text or of the previous run.
       overrides: the user's model and optimizer.
-      metadata: the metadata for `config.json` that is known so far.
+      metadata: the part of the metadata in `config.json` that is known by now.
     """
 
     config: RunConfig
@@ -96,14 +96,14 @@ def resolve(
     folder.check_config(config, may_extend=not eval_only)
     if folder.previous_run is not None:
         overrides.check_continues(folder.previous_run, config, folder)
-    copies = folder.path.absolute() / "source"  # code from a notebook cell has no other file
+    copies = folder.path.absolute() / "source"  # a notebook cell's code has no other file
     sources = custom.sources(config.model.layers).items()
     registered = [(kind, source) for kind, source in sources if kind in KINDS]
     code = {kind: {"file": str(copies / source.path) if source.text else ""} for kind, source in registered}
     metadata = overrides.metadata() | ({"code": code} if code else {})
     if eval_only and folder.previous_run is None:
         raise UserError(f"{folder} holds no run to evaluate: train first")
-    # An evaluation needs no log, so a damaged one does not stop it.
+    # An evaluation needs no log, so a damaged log does not prevent it.
     finished = None if eval_only else metrics_lib.finished(folder.metrics, config.steps, config.eval.patience)
     if not eval_only and finished is None:  # an existing run may be read and evaluated on any device
         precision.resolved(config.precision, device)
@@ -111,7 +111,7 @@ def resolve(
 
 
 def _precision(config: RunConfig, workdir: Workdir, overrides: Overrides, device: jax.Device | None) -> str:
-    """The config's precision; for "auto" the previous run's, the model's, or what suits the first process' hardware."""
+    """The config's precision; for "auto" the previous run's, a user's model's, or the first process' faster type."""
     if config.precision == "auto" and workdir.config is not None:
         return workdir.config.precision
     if overrides.model is not None:
@@ -125,7 +125,7 @@ def _precision(config: RunConfig, workdir: Workdir, overrides: Overrides, device
 
 
 class Shared(NamedTuple):
-    """Text and program, shared by runs that start from the same step and differ only in seed and learning rates."""
+    """The text and program of runs that start from the same step and differ only in seed and learning rates."""
 
     text: Text
     program: TrainProgram
@@ -182,12 +182,12 @@ def open_run(
     Args:
       plan: the result of `resolve`.
       eval_only, on_phase, tracker: as in `attnlab.train.train`.
-      own_process: compile the steps of training and evaluation while the state is created.
+      own_process: compile the training and evaluation steps in the background while the state is created.
       shared: the result of `load` for this plan, or for a plan with the same program.
       together: how many runs are trained as one program.
 
     Raises:
-      UserError: another text, another process in the folder, no intact checkpoint where there must be one.
+      UserError: a different text, another process in the folder, or a missing or damaged checkpoint.
 
     >>> import tempfile
     >>> config = configs.default()
@@ -235,7 +235,7 @@ def open_run(
 
 
 def _resume_step(checkpoints: Checkpoints, workdir: Workdir, config: RunConfig, eval_only: bool):
-    """The step to resume from, or 0, and the faults of newer checkpoints; UserError if a required one is missing."""
+    """(Step to resume from or 0, faults of newer checkpoints); UserError if a required checkpoint is missing."""
     newest, damaged = checkpoints.newest_intact() if jax.process_index() == 0 else (None, {})
     newest = parallel_lib.from_first_process(-1 if newest is None else newest)
     start, has_checkpoint, previous_run = max(newest, 0), newest >= 0, workdir.previous_run
@@ -279,7 +279,7 @@ def _versions(plan: RunPlan) -> dict:
 def _open_files(
     config, metadata, workdir, text, checkpoints, start, offset, resources, tracker
 ) -> metrics_lib.MetricsLog:
-    """Create or update the files of a run, in the first process; returns its metrics log."""
+    """Create or update the files of a run (only in the first process); return its metrics log."""
     previous_run = workdir.previous_run
     digest = tokenizers.sha256(text.tokenizer) if previous_run is None else previous_run.get("tokenizer_sha256")
     config_json = configs.to_json(config, tokenizer_sha256=digest, **metadata)

@@ -48,13 +48,13 @@ def create(
     scan: bool = False,
     average: bool = False,
 ) -> TrainState:
-    """The state before the first step, bit-identical for equal seeds; `scan` stacks the layers."""
+    """The state before the first step, bit-identical for equal seeds; `scan` stacks layers, `average` adds the EMA."""
 
     params = (init or jax.jit(model.init))(jax.random.key(seed), np.zeros((1, 1), np.int32))["params"]
     return _begun(params, optimizer=optimizer, scan=scan, average=average)
 
 
-@functools.partial(jax.jit, static_argnames=("optimizer", "scan", "average"))  # without jit these are 15 programs
+@functools.partial(jax.jit, static_argnames=("optimizer", "scan", "average"))  # one program instead of 15
 def _begun(params, optimizer, scan, average):
     params = stack_layers(params) if scan else params
     copy = jax.tree.map(jnp.copy, params) if average else None
@@ -62,7 +62,7 @@ def _begun(params, optimizer, scan, average):
 
 
 def token_losses(model: nn.Module, params, batch: Batch, **options) -> Float[Array, "B T"]:
-    """Cross-entropy of each target of `targets_of` in nats, `[B, R]`."""
+    """Cross-entropy in nats of each target of `targets_of`, `[B, R]`."""
     targets = targets_of(batch)
     if batch.segments is not None:
         options["segments"] = batch.segments[:, :-1]
@@ -82,12 +82,12 @@ def logits_of(model: nn.Module, params, batch: Batch, **options) -> Float[Array,
 
 
 def _places_of(batch) -> dict:
-    """The argument `places` of a GPT; {} for a batch without places, as a subclass need not have the argument."""
+    """The argument `places` of a GPT; {} for a batch without places, as a subclass of GPT may lack the argument."""
     return {} if batch.places is None else {"places": batch.places}
 
 
 def targets_of(batch: Batch) -> Int[Array, "B R"]:
-    """The targets, `[B, R]`: the next tokens, or the answers of a task, with an arbitrary token where none counts."""
+    """The targets, `[B, R]`: the next tokens, or the answers of a task, with token 0 where no answer counts."""
     return batch.tokens[:, 1:] if batch.targets is None else jnp.maximum(_answers_of(batch), 0)
 
 
@@ -97,7 +97,7 @@ def _answers_of(batch):
 
 
 def counted(batch: Batch) -> Float[Array, "B R"] | None:
-    """1 for targets in the same document as the previous token, and for answers of a task; None if all count."""
+    """1 for targets that count, else 0: next tokens in the same document, or answers of a task. None if all count."""
     if batch.targets is not None:
         return (_answers_of(batch) >= 0).astype(jnp.float32)
     if batch.segments is None:
@@ -108,9 +108,9 @@ def counted(batch: Batch) -> Float[Array, "B R"] | None:
 def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis_name: str | None = None):
     """(Mean loss in nats over the targets of the global batch that count, its gradient).
 
-    Each example has the key `fold_in(step_key, i)`, where i is its index in the global batch. `accumulation`
-    microbatches are processed in sequence. Gradients are summed over the devices after the last microbatch, except over
-    mesh axes that also split parameters or sequences.
+    The dropout key of an example is `fold_in(step_key, i)`, where i is its index in the global batch. `accumulation`
+    microbatches are processed in sequence. Gradients are averaged over devices once, after the last microbatch, except
+    over mesh axes that also split parameters or sequences.
     """
     run = functools.partial(_gradients, model, accumulation)
     if axis_name or accumulation == 1:
@@ -119,7 +119,7 @@ def gradients(model, params, batch: Batch, step_key, accumulation: int = 1, axis
 
 
 def _gradients(model, accumulation: int, whole, batch: Batch, axes: str | tuple[str, ...] | None):
-    """Like `gradients`, for this device's examples; `axes` are the names to reduce over."""
+    """Like `gradients`, for this device's examples; the results are averaged over the mesh axes `axes`."""
     params, step_key = whole
     count = counted(batch)
     count = None if count is None else count.sum() / accumulation
@@ -159,10 +159,10 @@ def train_step(
     *,
     ema: float = 0.0,
 ) -> tuple[TrainState, dict]:
-    """Return (the next state, float32 scalars), as a pure function; `ema` is the decay of `optimizer.averaged`.
+    """Return (the next state, scalar metrics), as a pure function; `ema` is the decay of `optimizer.averaged`.
 
-    The scalars are `loss` (nats) and `grad_norm` (before clipping) of the old parameters, `param_norm` of the new
-    parameters and, if the optimizer skips non-finite steps, `skipped`: the run's skipped steps so far.
+    The metrics are `loss` (nats) and `grad_norm` (before clipping) of the old parameters, `param_norm` of the new
+    parameters, all float32, and, if the optimizer skips non-finite steps, `skipped`: how many so far, int32.
     """
     step_key = jax.random.fold_in(jax.random.key(seed), state.step)
     loss, gradient = gradients(model, state.params, batch, step_key, accumulation, axis_name)
@@ -179,7 +179,7 @@ def train_step(
 
 
 def repeated(step: Callable, state, batches: Batch, per_run, count) -> tuple:
-    """Take `count` steps `(state, batch, per_run) → (state, metrics)`; return (state, metrics `[K]`, set for each).
+    """Take `count` ≤ K steps `(state, batch, per_run) → (state, metrics)`; return (state, metrics `[K]`, the rest 0).
 
     Batches have a leading axis of K steps. `count` is traced, so that one program takes any number of steps.
     """
@@ -199,7 +199,7 @@ def repeated(step: Callable, state, batches: Batch, per_run, count) -> tuple:
 
 
 def eval_step(model: nn.Module, params, batch: Batch, axis_name: str | None = None) -> Float[Array, " N"]:
-    """Weighted sums over a batch: token losses in nats, number of tokens and, for a task, number of right answers."""
+    """Weighted sums over a batch: losses in nats, number of targets and, for a task, number of right answers."""
     if batch.targets is not None:
         sums = _answers(model, params, batch)
     elif batch.segments is None:
@@ -220,12 +220,12 @@ def _answers(model, params, batch):
     return jnp.stack([(x * counts).sum() for x in (losses, jnp.ones_like(losses), right)])
 
 
-# Fields of `config.model` that say how a model is computed and trained, not what it computes.
+# Fields of `config.model` that determine how a model is computed and trained, not what it computes.
 HOW = ("dropout", "remat", "scan", "impl")
-# If `config.model.scan` is None, models with this many layers use a loop. On two x86 cores, at the quickstart's width,
-# a step with a loop takes 0.79 times as long for 4 layers and 0.59 times as long for 12, and compiles faster. On GPUs a
-# loop copies the values that it stores for the gradient into and out of stacks: on an H100, 16 sequences of GPT-2 124M
-# take 43.0 ms with a loop and 36.8 without. There the only advantage of a loop is the time to compile.
+# If `config.model.scan` is None, models with this many layers or more use a loop. On two x86 cores, at the width of the
+# quickstart, a step with a loop takes 0.79 times as long for 4 layers and 0.59 times as long for 12; it also compiles
+# faster. On GPUs a loop copies the values that it stores for the gradient into and out of stacks: on an H100, 16
+# sequences of GPT-2 124M take 43.0 ms with a loop and 36.8 without. There a loop only saves time in compiling.
 SCAN_FROM, SCAN_FROM_ON_GPUS = 4, 33
 
 
@@ -233,7 +233,7 @@ def scans(config: RunConfig, platform: str) -> bool:
     """Whether a run's layers are one loop over stacked parameters."""
     if config.scan is not None:
         return config.scan
-    # Without a loop, XLA merges the gathers of all layers and holds all gathered parameters at once.
+    # With fsdp but without a loop, XLA merges the gathers of all layers and holds all gathered parameters at once.
     most = SCAN_FROM_ON_GPUS if platform == "gpu" else SCAN_FROM
     return config.model.num_layers >= most or config.parallel.mesh.fsdp > 1
 
@@ -244,7 +244,7 @@ STEPS_ON_GPUS, SMALL = 64, 10_000_000
 
 
 def steps_per_call(config: RunConfig, platform: str, parameters: int) -> int:
-    """Maximum number of updates in one call of the devices, for a model with this number of `parameters`."""
+    """Maximum number of updates in one dispatch to the devices, for a model with this number of `parameters`."""
     if config.parallel.steps_per_call is not None:
         return config.parallel.steps_per_call
     return STEPS_ON_GPUS if platform == "gpu" and parameters <= SMALL else 1

@@ -24,9 +24,9 @@ class Text(NamedTuple):
     """A corpus or a task as batches of tokens.
 
     Attributes:
-      corpus: for `config.json`: its name, sha256 and number of characters (0 for a task).
+      corpus: name, sha256 and number of characters (0 for a task), for `config.json`.
       train, validation: this process' share of the batches.
-      summary: a description of its size.
+      summary: a description for the terminal: the size, or the chance level of a task.
       bits: factors from nats per token to bits per character and per byte of UTF-8, on the validation text; for a
         mixture, each part counts by its number of scored windows; {} for a task.
     """
@@ -56,7 +56,7 @@ def load(
 ) -> Text:
     """Load the text of a run as batches, with the tokenizer of the workdir's previous run if there is one.
 
-    `share` is `Parallel.batch_share`; `say` reports what begins.
+    `share` is `Parallel.batch_share`; `say` is called with a line for each stage as it begins.
     """
     if task := named.parse(config.data.name):
         return _of_task(task, config, share)
@@ -129,6 +129,6 @@ def _starts(texts: list[store.Tokens], data: Data) -> list | None:
 
 
 def _bits_per_nat(texts: list[store.Tokens], windows: list[int], unit: str) -> float:
-    """Tokens per character or byte in the scored windows, divided by ln 2."""
+    """Tokens per character or byte, divided by ln 2, over all texts weighted by their scored windows."""
     units = sum(count * Fraction(getattr(text, unit), len(text)) for text, count in zip(texts, windows))
     return float(sum(windows) / units) / math.log(2)

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 class Tracker(Protocol):
     """Receiver of the records of `metrics.jsonl` as they are written, only in the first process.
 
-    After a kill, a record may arrive again with the same numbers, or be missing; `metrics.jsonl` has each record once.
+    After a kill, a record may arrive again, with other timings, or be missing; `metrics.jsonl` has each record once.
 
     >>> class Printer:
     ...     def log(self, step, metrics):
@@ -25,20 +25,20 @@ class Tracker(Protocol):
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log numbers of a step, named "SPLIT/NAME" as in `metrics.jsonl`; steps never decrease within a start."""
+        """Log numbers of a step, named "SPLIT/NAME" as in `metrics.jsonl`; a tracker's steps never decrease."""
 
     def close(self) -> None:
-        """Close the tracker, because the run ends or stops."""
+        """Close the tracker when the run ends or stops."""
 
 
-NewTracker = Callable[[Path, dict], Tracker]  # (workdir, content of config.json) → a tracker of this start
+NewTracker = Callable[[Path, dict], Tracker]  # (workdir, content of config.json) → a tracker for this start of the run
 
 
 class TensorBoard:
     """TensorBoard events, written without TensorFlow; if they cannot be written, the run continues without them.
 
-    They are written at once, without tensorboardX's SummaryWriter: a full disk would end its thread, and its queue
-    would then block the run forever.
+    They are written at once, without tensorboardX's SummaryWriter: a full disk would end the thread that empties its
+    queue, and the full queue would then block the run forever.
     """
 
     def __init__(self, folder: Path):
@@ -49,7 +49,7 @@ class TensorBoard:
         if self._disabled:
             return
         try:
-            with _without_torch():  # here, because a finished run does not need it
+            with _without_torch():  # imported here, because a finished run does not need it
                 from tensorboardX import event_file_writer, summary
                 from tensorboardX.proto.event_pb2 import Event
             if self._file is None:
@@ -82,7 +82,7 @@ class TensorBoard:
 
 @contextlib.contextmanager
 def _without_torch():
-    """Context for importing tensorboardX without PyTorch, which it would import if installed: 180 MiB, and a second."""
+    """Context for importing tensorboardX without PyTorch, an optional import that costs 180 MiB and a second."""
     absent = "torch" not in sys.modules
     if absent:
         sys.modules["torch"] = None  # makes its import fail

@@ -40,7 +40,7 @@ class Workdir:
 
     @property
     def steps(self) -> int | None:
-        """The steps of the previous run's config; None without one."""
+        """`config.steps` of the previous run; None without a previous run."""
         return self.config and self.config.steps
 
     @property
@@ -75,7 +75,7 @@ class Workdir:
         steps, recorded = self.steps, self.previous_run.get("extensions", [])
         if config.steps == steps:
             return recorded
-        # If newer checkpoints are damaged, a run may resume before its last extension: replace that extension.
+        # If newer checkpoints are damaged, a run may resume before its last extensions: replace these.
         undone = [extension for extension in recorded if extension["at_step"] >= start]
         extension = {"at_step": start, "from_steps": steps, "to_steps": config.steps}
         if undone:
@@ -94,7 +94,7 @@ class Workdir:
     def create(self, config_json: str, config: RunConfig, tokenizer: tokenizers.Tokenizer) -> None:
         """Write the files of a new run to a claimed folder; `config.json` is last, because it makes the folder a run.
 
-        The files of custom layers are copied to `source/` under their names; arrays go to `config.npz`.
+        The code of custom layers, masks and score mods is copied to `source/`; arrays go to `config.npz`.
         """
         tokenizers.save(tokenizer, self.path / "tokenizer.json")
         for source in (source for source in custom.sources(config.model.layers).values() if source.text):
@@ -158,7 +158,7 @@ def _check_format(saved: dict, path: Path) -> None:
 
 
 def _check_metadata(saved: dict) -> None:
-    """Raise one of several errors unless the metadata in `config.json` has the form that a run writes."""
+    """Raise ValueError, or the error of a failed look-up, unless the metadata has the form that a run writes."""
     extensions, passed = saved.get("extensions", []), saved.get("user_defined", {"model": None, "optimizer": False})
     is_valid = (
         isinstance(saved["corpus"]["sha256"], str)
@@ -199,7 +199,7 @@ def _previous_run(workdir: Path) -> tuple[dict, RunConfig] | None:
 
 def _foreign(names: list[str]) -> str:
     """Why a folder with files of these names cannot hold a run; "" if it can."""
-    begun = ("tokenizer.json", ".config.json.")  # files that a kill leaves while a run begins
+    begun = ("tokenizer.json", ".config.json.")  # files of a run that was killed while it began
     begun += ("source", "config.npz", ".config.npz.") if "tokenizer.json" in names else ()
     is_ours = "config.json" in names or all(name.startswith(begun) for name in names)
     return "" if is_ours else "holds other files and no run"

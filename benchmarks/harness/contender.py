@@ -1,4 +1,4 @@
-"""attnlab's own model, training step and batches, set up as the training command does.
+"""attnlab's own model, training step and batches, set up like the training command's.
 
     python -m attnlab.bench --worker harness.contender
 
@@ -57,7 +57,7 @@ class Contender:
         self._timer = None
 
     def train(self, steps):
-        """Take some steps, each loss read while the next step runs; returns the `seconds` and the last `loss`."""
+        """Take some steps, reading each loss while the next step runs; returns the `seconds` and the last `loss`."""
         start, previous_loss = time.perf_counter(), None
         for _ in range(steps):
             self.state, metrics = self.experiment.train_steps(self.state, [next(self.batches)])

@@ -366,7 +366,7 @@ def _ready(make, *arguments):
 
 
 def _alone(queued: Callable, calls: int) -> float:
-    """The time of queued calls; on a GPU without the time that starting and ending takes."""
+    """The time of queued calls; on a GPU, without the time to start and to end a queue."""
     return queued(2 * calls) - queued(calls) if jax.default_backend() == "gpu" else queued(calls)
 
 

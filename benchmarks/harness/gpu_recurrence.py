@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
 
 
 def check(report: Report, sizes: Sizes) -> None:
-    """Compare each backend with the specification in bfloat16: outputs, states and gradients in every feature."""
+    """Compare each backend with the specification in bfloat16: outputs, states and gradients for every feature."""
     shapes = [RecurrenceShape(1, length, 2, sizes.features, sizes.features) for length in sizes.checked]
     for impl in BACKENDS:
         run = functools.partial(attnlab.linear_recurrence, impl=impl, return_state=True)

@@ -142,7 +142,7 @@ def _attnax(task):
 def _torch(name, task):
     from . import torchattention
 
-    arrays = [x.astype(jnp.float32) for x in (task.q, task.k, task.v, task.d_out)]  # NumPy has no bfloat16 for torch
+    arrays = [x.astype(jnp.float32) for x in (task.q, task.k, task.v, task.d_out)]  # torch takes no bfloat16 from NumPy
     tensors = torchattention.task(task.mask, arrays, task.window, task.ids, dtype=task.q.dtype.name)
     return Contender(*torchattention.Contenders.ENTER[name](tensors))
 

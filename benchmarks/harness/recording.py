@@ -29,7 +29,7 @@ from attnlab.support.errors import UserError
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 PACKAGES = ("jax", "torch", "tokamax", "attnax")
 VENDORS = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}
-BUSY = 0.05  # share of the cores from which a machine is not idle
+BUSY = 0.05  # a machine with this share of its cores busy is not idle
 
 
 def define(values) -> None:
@@ -118,7 +118,7 @@ def _load(folder: Path) -> tuple[Path, dict]:
 
 
 def _versions(values) -> dict[str, str]:
-    """Versions of JAX and of the installed peers; torch's is that of --peer_python if nanoGPT ran there."""
+    """Versions of JAX and of the installed peers; torch's is from --peer_python if nanoGPT ran there."""
     versions = {name: importlib.metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)}
     if "peer_path" in values and values.peer_path and values.peer_python:
         program = "import importlib.metadata; print(importlib.metadata.version('torch'))"
@@ -140,7 +140,7 @@ def _idle() -> dict:
 
 @functools.cache
 def _before() -> tuple[float, float, float]:
-    """Cores busy during the second that the first call takes; stolen CPU seconds and the time at its end."""
+    """Cores busy during one second; stolen CPU seconds and the time at its end. Measured once, by the first call."""
     busy, _ = _cpu_seconds()
     time.sleep(1)
     later, stolen = _cpu_seconds()

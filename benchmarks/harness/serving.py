@@ -15,7 +15,7 @@ def serve(create: Callable) -> None:
 
     Args:
       create: called with the arguments of the first request, `{"do": "start", …}`; the methods of its result answer
-        the later ones. Whatever any of them prints goes to stderr.
+        the later requests. Whatever they print goes to stderr.
     """
     answers, sys.stdout = sys.stdout, sys.stderr
     worker = None

@@ -18,7 +18,7 @@ class Recall(NamedTuple):
 
     # int32 [B, 3·P + 2·R]: n pairs key, value, key, value, … after 2·(P − n) zeros, R more pairs, then P queried keys
     tokens: Int[Array, "B T"]
-    targets: Int[Array, "B P"]  # int32 [B, P], the last value of each of the last P tokens
+    targets: Int[Array, "B P"]  # int32 [B, P], the last value of each queried key
     pairs: Int[Array, " B"]  # int32 [B], n
 
 
@@ -28,7 +28,7 @@ def recall(
 ) -> Recall:
     """Draw sequences of multi-query associative recall (Arora et al. 2023).
 
-    Keys and values of a sequence are distinct. The queries go through all keys in random order, then repeat them.
+    Keys and values of a sequence are distinct. The queries go through all keys in random order, then start over.
 
     Args:
       pairs: possible numbers of pairs of a sequence; P is the largest.
@@ -39,18 +39,18 @@ def recall(
     check_least(0, rewrites=rewrites)
     check_least(2 * (max(pairs) + rewrites) + 1, vocab_size=vocab_size)
     most, half = max(pairs), (vocab_size - 1) // 2
-    # One draw for all, because each draw adds a second to the compilation of a loop around this.
+    # A single draw, because each draw adds a second to the compilation of a loop around this function.
     drawn = jax.random.uniform(key_of(step, seed), (batch_size, 2 * half + most + 1 + rewrites))
     drawn, again = drawn[:, : 2 * half + most + 1], drawn[:, 2 * half + most + 1 :]
     number = jnp.array(pairs, jnp.int32)[(drawn[:, -1:] * len(pairs)).astype(jnp.int32)]
     shuffled = jnp.argsort(drawn[:, : 2 * half].reshape(batch_size, 2, half), axis=-1).astype(jnp.int32)
     keys, values = 1 + shuffled[:, 0, :most], 1 + half + shuffled[:, 1, : most + rewrites]
 
-    blank = jnp.arange(most) < most - number  # pairs that the sequence does not have
+    blank = jnp.arange(most) < most - number  # for pairs that the sequence does not have
     shown = jnp.where(blank[..., None], BLANK, jnp.stack([keys, values[:, :most]], axis=2))
     rewritten = most - number + (again * number).astype(jnp.int32)
     more = jnp.stack([jnp.take_along_axis(keys, rewritten, axis=1), values[:, most:]], axis=2)
-    # The last value that is written to each key: from its first pair, or from a later pair.
+    # The index of the last value that is written to each key, by its first pair or by a later pair.
     writes_key = rewritten[:, :, None] == jnp.arange(most)
     last = jnp.where(writes_key, most + jnp.arange(rewrites)[:, None], 0).max(axis=1, initial=0)
     last = jnp.maximum(last, jnp.arange(most))
@@ -84,8 +84,8 @@ def spread_recall(
 ) -> Spread:
     """Draw sequences of multi-query associative recall as in figure 2 of Arora et al. 2023 (arXiv 2312.04927).
 
-    Each key is queried once, an even number n of tokens after the end of the pairs. The n are drawn without replacement
-    with probability ∝ (n / 2 + 1)^−0.99: mostly small, sometimes large.
+    Each key is queried once, an even number n of tokens after the end of the pairs. The numbers n are drawn without
+    replacement, with probability ∝ (n / 2 + 1)^−0.99, so they are mostly small and sometimes large.
 
     Args:
       pairs: P.
@@ -98,10 +98,10 @@ def spread_recall(
     check_least(2 * pairs + 1, vocab_size=vocab_size)
     half, places = (vocab_size - 1) // 2, (length - 2 * pairs) // 2
     symbol_key, place_key, noise_key = jax.random.split(key_of(step, seed), 3)
-    # The first in a random order are a draw without replacement.
+    # The first indices in a random order are a draw without replacement.
     drawn = jax.lax.top_k(jax.random.uniform(symbol_key, (batch_size, 2, half)), pairs)[1].astype(jnp.int32)
     keys, values = 1 + drawn[:, 0], 1 + half + drawn[:, 1]
-    # Largest sums of log-probability and Gumbel noise: successive draws without replacement (Yellott 1977).
+    # The largest sums of log-probability and Gumbel noise are draws without replacement (Yellott 1977).
     weights = -0.99 * jnp.log(1.0 + jnp.arange(places))
     place = jax.lax.top_k(weights + jax.random.gumbel(place_key, (batch_size, places)), pairs)[1]
     rows, at = jnp.arange(batch_size)[:, None], 2 * pairs + 2 * place

@@ -1,4 +1,4 @@
-"""Symbols to pick out of noise, for a decoder."""
+"""Selective copying: symbols among blanks, to be repeated at the end."""
 
 from typing import NamedTuple
 
@@ -13,8 +13,8 @@ from attnlab.types import Array
 class Selected(NamedTuple):
     """Sequences with symbols among blanks, then their copy."""
 
-    tokens: Int[Array, "B T"]  # int32 [B, T]: blanks 0, n symbols 2 … among them, and n times 1 at the end
-    targets: Int[Array, "B N"]  # int32 [B, n], the symbols in order, targets of the last n tokens
+    tokens: Int[Array, "B T"]  # int32 [B, T]: n symbols 2 … V − 1 among blanks 0, then n times 1
+    targets: Int[Array, "B N"]  # int32 [B, n], the symbols in order: the targets of the last n tokens
 
 
 @compiled

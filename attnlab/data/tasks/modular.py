@@ -31,7 +31,7 @@ def running_sums(
     """Draw sequences of uniform digits with the sums of their prefixes; base 2 is parity (Grazzi et al. 2025).
 
     Args:
-      shortest, longest: fewest and most digits; the number is uniform between both.
+      shortest, longest: fewest and most digits; the number is uniform from `shortest` to `longest`.
       length: T; None for `longest`.
     """
     length = longest if length is None else length

@@ -1,6 +1,6 @@
 """Tasks that a config names: `config.data.name = "task:recall pairs=8 rewrites=8"`.
 
-Each draws sequences of tokens, with answers at some of their positions.
+Each task draws sequences of tokens, with answers at some of the positions.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Task:
     Attributes:
       alphabet: the characters of tokens 0, 1, …, in code point order.
       shortest_context: the fewest tokens of a sequence.
-      chance: the accuracy of the best predictor that does not look at the sequence.
+      chance: the accuracy of the best predictor that ignores the sequence.
     """
 
     alphabet: str
@@ -43,7 +43,7 @@ class Task:
         raise NotImplementedError
 
     def blind(self, length: int) -> float:
-        """The accuracy of the best guess among a sequence's tokens that ignores the question and the tokens' order."""
+        """The accuracy of the best guess that uses only a sequence's tokens, not their order or the question."""
         return self.chance
 
     def draw(self, step: Number, *, batch_size: int, length: int, seed: Number = 0) -> Drawn:
@@ -51,7 +51,7 @@ class Task:
         raise NotImplementedError
 
     def longer(self, length: int) -> "Task | None":
-        """The task with sequences of `length` tokens, to test a model on; None where a length has no meaning."""
+        """The task with sequences of `length` tokens, to test a model on; None if the task's length is fixed."""
         return self  # blanks or noise fill any length
 
 
@@ -100,7 +100,7 @@ class Recall(Task):
         return self.pairs
 
     def blind(self, length) -> float:
-        return sum(1 / pairs for pairs in self._numbers) / len(self._numbers)  # the values of a sequence differ
+        return sum(1 / pairs for pairs in self._numbers) / len(self._numbers)  # all values in a sequence differ
 
     @property
     def _numbers(self) -> list[int]:
@@ -109,7 +109,7 @@ class Recall(Task):
         return [*(number for number in doubled if number < self.pairs), self.pairs]
 
     def draw(self, step, *, batch_size, length, seed=0) -> Drawn:
-        """Draw from `recall`, with blanks at the end where T is larger, or from `spread_recall`; see `Task.draw`."""
+        """Draw from `recall`, padded with blanks to T tokens, or from `spread_recall`; see `Task.draw`."""
         if self.queries == "spread":
             sizes = {"batch_size": batch_size, "pairs": self.pairs, "length": length, "noise": self.filler == "noise"}
             return tuple(spread_recall(step, vocab_size=2 * self.symbols + 1, seed=seed, **sizes))
@@ -273,7 +273,7 @@ def _at_end(targets, length: int):
 
 
 def _most_frequent(count: int, kinds: int) -> float:
-    """The mean share of the most frequent of `kinds` symbols among `count` random symbols, from 10,000 draws."""
+    """The mean share of the most frequent symbol among `count` random symbols of `kinds` kinds, from 10,000 draws."""
     drawn = np.random.default_rng(0).multinomial(count, [1 / kinds] * kinds, size=10_000)
     return float(drawn.max(axis=1).mean() / count)
 

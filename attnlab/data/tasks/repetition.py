@@ -23,8 +23,8 @@ def repeats(
 ) -> Int[Array, "B T"]:
     """Draw random tokens `[B, T]` that repeat, each sequence with a random period.
 
-    From its second period on, a sequence can be predicted by finding the current token in the first and copying its
-    successor, as induction heads do (Olsson et al. 2022). For one period, attention to a fixed distance would suffice.
+    After the first period, the next token can be predicted: find the current token in the first period and copy its
+    successor, as induction heads do (Olsson et al. 2022). With one possible period, a fixed distance would suffice.
 
     Args:
       vocab_size: tokens are 0 … vocab_size − 1.
@@ -42,14 +42,14 @@ class Inductions(NamedTuple):
     """Noise with triggers, which are queried at the end."""
 
     tokens: Int[Array, "B T"]  # int32 [B, T], triggers 0 … n − 1, other tokens n … V − 1
-    targets: Int[Array, "B N"]  # int32 [B, n], the token that followed each of the last n
+    targets: Int[Array, "B N"]  # int32 [B, n], the token that first followed each of the last n
 
 
 @compiled
 def inductions(
     step: Number, *, batch_size: int, length: int, triggers: int = 1, vocab_size: int = 17, seed: Number = 0
 ) -> Inductions:
-    """Draw random tokens with each trigger once among them, and all triggers again at the end, in random order.
+    """Draw random tokens that include each trigger once, followed by all triggers again in random order.
 
     The answer to a trigger is the token that followed it: the induction task of Fu et al. (2023) for one trigger.
 

@@ -9,7 +9,7 @@ from attnlab.data.batches import Batch
 from attnlab.data.tasks.named import Task
 from attnlab.data.tasks.task_draws import TEST
 
-_PARTS = {"all": (1, 0), "first": (2, 0), "second": (2, 1)}  # (distance, first) of held-out steps, after TEST
+_PARTS = {"all": (1, 0), "first": (2, 0), "second": (2, 1)}  # (distance, first) of the part's steps, counted from TEST
 
 
 class TaskBatches:
@@ -43,7 +43,7 @@ class TaskBatches:
             sizes = {"batch_size": self._batch_size, "length": self._context}
             drawn = self._task.draw(step, seed=self._seed, **sizes)
         tokens, targets = (np.asarray(x)[self._examples] for x in drawn)
-        tokens = np.pad(tokens, ((0, 0), (0, 1)))  # a batch has one token more than targets
+        tokens = np.pad(tokens, ((0, 0), (0, 1)))  # tokens of a batch have one column more than targets
         answers, places = self._task.answers_of(self._context), None
         if answers < self._context:
             places = np.argsort(targets < 0, axis=1, kind="stable")[:, :answers].astype(np.int32)
@@ -56,7 +56,7 @@ class HeldOutBatches:
 
     Args:
       task, context, process_index, process_count: as for `TaskBatches`.
-      batch_size: sequences in a global batch; the last batch is padded with sequences of weight 0.
+      batch_size: sequences in a global batch; extra sequences in the last batch have weight 0.
       windows: number of sequences.
       part: "all", or "first" or "second", which have no sequence in common.
     """

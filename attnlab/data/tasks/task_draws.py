@@ -1,4 +1,4 @@
-"""Helpers to draw a task: the random key of a batch, and the compilation of a function that draws."""
+"""Helpers for drawing tasks: the random key of a batch, and compiled draw functions."""
 
 import functools
 import inspect
@@ -9,7 +9,7 @@ from jaxtyping import Integer
 
 from attnlab.types import Array
 
-TEST = 2**30  # first step that no study trains on
+TEST = 2**30  # training uses only steps below this
 Number = int | Integer[Array, ""]  # may be traced
 
 

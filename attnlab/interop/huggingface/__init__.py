@@ -33,16 +33,16 @@ def from_hf(
 ) -> tuple[GPT, dict]:
     """Load a language model of `transformers` as a `GPT` and its variables.
 
-    Files are mapped into memory and read in pieces, directly into the parameters. This takes about the memory of the
+    Files are mapped into memory and read in pieces, directly into the parameters. Loading takes about the memory of the
     parameters, and each device gets only its share.
 
     Args:
-      source: a folder with `config.json` and `model.safetensors` (or its shards), such a `.safetensors` file, an
-        object such as `LlamaForCausalLM`, or its state dict.
+      source: a folder with `config.json` and `model.safetensors` (or its shards), a `.safetensors` file alone, a model
+        object such as a `LlamaForCausalLM`, or the state dict of such an object.
       config: the content of `config.json` or an object such as `LlamaConfig`; needed for a state dict, or a file
         without a `config.json` beside it.
-      shardings: tree of `jax.sharding.Sharding` like the parameters, or a function that returns it for a tree of
-        shapes. If its layers are stacked (`stack_layers`), so are the layers of the parameters. None for the default
+      shardings: tree of `jax.sharding.Sharding` like the parameters, or a function from a tree of shapes to it; if
+        its layers are stacked (`stack_layers`), the returned parameters have stacked layers too. None for the default
         device.
       dtype: type of the parameters.
 
@@ -51,7 +51,7 @@ def from_hf(
       if its three rates agree, else 0.
 
     Raises:
-      UserError: a missing or truncated file, a missing or unexpected tensor or one of another shape, another kind of
+      UserError: a missing or truncated file, a tensor that is missing, unexpected or of another shape, another kind of
         model, an option that `GPT` does not support, or safetensors is not installed.
 
     >>> model = GPT.of(vocab_size=10, num_layers=1, num_heads=2, width=8, context=6, norm="rms", mlp="gated")
@@ -63,7 +63,7 @@ def from_hf(
     True
     """
     model_files.check_dtype(dtype)
-    if hasattr(config, "to_dict"):  # transformers' own
+    if hasattr(config, "to_dict"):  # a config object of transformers
         config = config.to_dict()
     if hasattr(source, "state_dict"):
         name, state = type(source).__name__, source.state_dict()
@@ -186,7 +186,7 @@ def _published():
     return published
 
 
-# The usual names of the token that begins a text; GPT-2 uses the token that ends a text.
+# The usual names of the token that begins a text; GPT-2 has one token for the beginning and the end.
 _BEGIN = ("<s>", "<bos>", "<|begin_of_text|>", "<|endoftext|>")
 
 
@@ -201,7 +201,7 @@ def _tokenizer_files(tokenizer) -> dict:
 
 
 def _special_tokens(tokenizer, content: dict) -> dict:
-    """The options of a model's config that name tokens of its tokenizer."""
+    """The options `bos_token_id` and `eos_token_id` of a model's config, from its tokenizer."""
     ids, ends = _ids(content), tokenizer.end_of_text
     return {
         "bos_token_id": next((ids[name] for name in _BEGIN if name in ids), None),

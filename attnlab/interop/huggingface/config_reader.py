@@ -1,4 +1,4 @@
-"""Options in a config.json: typed, with the defaults of `transformers`, and errors that name them."""
+"""Typed access to the options in a config.json, with errors that name the option."""
 
 import sys
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 from attnlab.support.errors import UserError
 
-# Values of `hidden_act`; if an activation has several names, the first is written.
+# Values of `hidden_act` and attnlab's names; if an activation has several values, the first is written.
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -29,16 +29,16 @@ num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_p
 no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values
 """
 METADATA = frozenset(_METADATA.split())
-# The number of extra heads that predict later tokens, as several families name it.
+# Options with the number of extra heads that predict later tokens; the name depends on the family.
 _EXTRA_HEADS = ("num_nextn_predict_layers", "num_mtp_layers")
-# Other options that some models do not read, with the values that have no effect.
+# Other options that some models do not read, with the value that has no effect.
 _NEUTRAL = {"pretraining_tp": 1, "position_embedding_type": "absolute", "partial_rotary_factor": 1}
 
 
 class ConfigReader:
     """Reader of the options in a config.json, or in an object within it; records which options are read.
 
-    Methods that read an option take a default for configs without it; the first default passed for an option holds.
+    Methods that read an option take a default for configs that lack the option; once passed, a default stays in force.
     """
 
     def __init__(self, options: Mapping[str, Any], name: str, defaults: Mapping[str, Any] = {}):
@@ -54,14 +54,14 @@ class ConfigReader:
         return self._values.get(option) if default is None else self._values.setdefault(option, default)
 
     def within(self, option: str, defaults: Mapping[str, Any] = {}) -> "ConfigReader":
-        """A reader of the options in an object, empty if the object is missing or null."""
+        """A reader of the object in an option; it is empty if the object is missing or null."""
         value = self.get(option)
         if not isinstance(value, Mapping | None):
             raise self.error(option, "an object, or null")
         return self._objects.setdefault(option, ConfigReader(value or {}, f"{self.name}: {option}", defaults))
 
     def silence(self, options: str) -> None:
-        """Count options as read because they do not change what a model computes."""
+        """Count options as read, because they do not change what a model computes."""
         self._read |= set(options.split())
 
     def ignore(self, option: str) -> None:

@@ -12,7 +12,7 @@ from attnlab.nn import GPT, AttentionConfig, LayerConfig, ModelConfig, Rotary
 from attnlab.support.errors import UserError
 from attnlab.support.options import FieldError
 
-# Fields that do not change what a model computes, or that are compared in its layers.
+# Fields that do not change what a model computes, or whose values are compared in its layers.
 _NOT_COMPARED = {"num_heads", "dropout", "remat", "dtype", "zero_outputs", "padded_vocab_size", "layers"}
 
 
@@ -36,7 +36,7 @@ def make_model(config: Mapping, name: str = "config") -> GPT:
 
 
 def make_config(model: GPT, model_type: str | None = None) -> dict:
-    """The content of `config.json` for a model, for this family or the first that supports the model."""
+    """The content of `config.json` for a model, in the family `model_type`, or in the first that supports the model."""
     if not isinstance(model, GPT):
         raise UserError(f"model is a {type(model).__name__}: expected attnlab.nn.GPT")
     written = {name: family for name, family in FAMILIES.items() if family.write}
@@ -88,7 +88,7 @@ def _misfit(model: ModelConfig, name: str, config: dict) -> str | None:
 
 
 def canonical(config: ModelConfig) -> ModelConfig:
-    """The form shared by all equivalent configs: layers have explicit sizes and biases, and attention is one kind."""
+    """The form that equivalent configs share: explicit sizes and biases, and one kind for local and other attention."""
     norms = {config.norm_of(number) for number in range(config.num_layers)}
     return config.replace(
         positions=config.position_encoding,

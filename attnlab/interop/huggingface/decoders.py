@@ -14,12 +14,12 @@ from attnlab.nn.mixers.interface import RecurrentConfig
 from attnlab.nn.mixers.mamba2 import Mamba2Config
 from attnlab.nn.multihead import LocalConfig
 
-_NO_LIMIT = ([0, math.inf], [0, {"__float__": "Infinity"}])  # the second is the form of transformers 5
+_NO_LIMIT = ([0, math.inf], [0, {"__float__": "Infinity"}])  # the second form is from transformers 5
 _RECURRENT = "linear_attention"
 
 
 def llama_like(hf: ConfigReader, *layers: LayerConfig, epsilon: float = 1e-6, tied: bool = False, **fields):
-    """Read a config like Llama's, except for one period of `layers` and `fields`; `epsilon` and `tied` are defaults."""
+    """Read a config like Llama's, with these `layers` (one period) and `fields`; `epsilon` and `tied` are defaults."""
     width = hf.integer("hidden_size")
     shared = {
         "vocab_size": hf.integer("vocab_size"),
@@ -70,7 +70,7 @@ def num_layers(hf: ConfigReader, default: int | None = None) -> int:
 
 
 def layer_types(hf: ConfigReader, word: str, default: list[bool]) -> list[bool]:
-    """For each layer, whether `layer_types` has `word` and not full_attention; `default` without the option."""
+    """For each layer, whether `layer_types` has `word`, not full_attention; `default` if the option is missing."""
     types, words = hf.get("layer_types"), (word, rotaries.GLOBAL)
     if types is None:
         return default
@@ -82,7 +82,7 @@ def layer_types(hf: ConfigReader, word: str, default: list[bool]) -> list[bool]:
 
 
 def windowed(hf: ConfigReader, local: list[bool], options: dict, **local_options) -> tuple[LayerConfig, ...]:
-    """One period of attention layers, with a window where `local`; one `AttentionConfig` if all are alike."""
+    """One period of attention layers, with a window where `local` is true; one `AttentionConfig` if all are alike."""
     if not any(local):
         return (AttentionConfig(**options),)
     local_options = options | local_options | {"window": hf.integer("sliding_window")}
@@ -100,7 +100,7 @@ def period(layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
 
 
 def write_llama_like(config: ModelConfig, **options) -> dict:
-    """The options of a config.json like Llama's, and `options`."""
+    """The options of a config.json like Llama's, with `options` added."""
     layer = attention_of(config)
     return {
         "vocab_size": config.vocab_size,
@@ -169,7 +169,7 @@ def check_silu(hf: ConfigReader) -> None:
 
 
 def by_types(hf: ConfigReader, every: int, *, last: bool = True) -> list[bool]:
-    """Whether each layer is recurrent: by `layer_types`, else all but each `every`-th; if all, the last is `last`."""
+    """Whether layers are recurrent: by `layer_types`, else all but each `every`-th; with fewer, the last is `last`."""
     default = [n % every > 0 for n in range(1, num_layers(hf) + 1)]
     if all(default):
         default[-1] = last
@@ -204,7 +204,7 @@ def write_delta(config: ModelConfig) -> dict:
 
 
 def read_mamba2(hf: ConfigReader, defaults: Mapping[str, int | str], epsilon: float) -> Mamba2Config:
-    """Read a Mamba-2 layer; `defaults`, by option: groups, state, heads, head features, convolution, expansion."""
+    """Read a Mamba-2 layer; `defaults` maps 6 options: groups, state, heads, head features, convolution, expansion."""
     limits = hf.get("time_step_limit")
     if limits is not None and (not isinstance(limits, list | tuple) or list(limits) not in _NO_LIMIT):
         raise hf.error("time_step_limit", "[0.0, Infinity]: GPT does not limit time steps")
@@ -227,7 +227,7 @@ def read_mamba2(hf: ConfigReader, defaults: Mapping[str, int | str], epsilon: fl
 
 
 def write_mamba2(config: ModelConfig, options: Iterable[str]) -> dict:
-    """The inverse of `read_mamba2`; `options` are the names of its defaults."""
+    """The inverse of `read_mamba2`; `options` are the names in its `defaults`."""
     layer = recurrent_of(config, Mamba2Config)
     expand = layer.value_heads * layer.value_dim // config.width
     sizes = layer.heads, layer.key_dim, layer.value_heads, layer.value_dim, layer.conv, expand

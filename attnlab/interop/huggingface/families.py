@@ -21,7 +21,7 @@ from attnlab.nn.mixers.gated_delta_net import GatedDeltaConfig
 from attnlab.nn.mixers.mamba2 import Mamba2Config
 from attnlab.support.errors import UserError
 
-DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # of GPT-2
+DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # GPT-2's options
 # Options without effect on the logits of dense models: for experts, initial values, and how logits are computed.
 _QWEN3_NEXT_SILENT = """
 moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok norm_topk_prob
@@ -36,7 +36,7 @@ scoring_func seq_aux topk_method num_nextn_predict_layers num_mtp_layers qk_head
 _MAMBA2_SILENT = """
 time_step_rank time_step_min time_step_max time_step_floor rescale_prenorm_residual residual_in_fp32 chunk_size
 """
-_EXPERTS = ("moe", "dbrx", "dots1", "mixtral")  # parts of the model_type of mixtures of experts
+_EXPERTS = ("moe", "dbrx", "dots1", "mixtral")  # substrings of model types with mixtures of experts
 
 
 class Family(NamedTuple):
@@ -114,7 +114,7 @@ def write_mistral(config: ModelConfig) -> dict:
 
 
 def _read_qwen(hf: ConfigReader, options: dict) -> ModelConfig:
-    """Read a Qwen2 or Qwen3, whose layers have a window from `max_window_layers` on, or by `layer_types`."""
+    """Read a Qwen2 or Qwen3: layers have a window from number `max_window_layers` on, or as `layer_types` says."""
     uses, window = hf.flag("use_sliding_window", False), hf.get("sliding_window", 4096)
     first = hf.integer("max_window_layers", 28) if hf.get("max_window_layers", 28) else 0
     by_number = [uses and window is not None and n >= first for n in range(decoders.num_layers(hf))]
@@ -151,7 +151,7 @@ def write_qwen3(config: ModelConfig) -> dict:
 
 
 def _gemma(hf: ConfigReader, every: int, local: Mapping = {}, logit_cap: float | None = None, **options) -> ModelConfig:
-    """Read a Gemma 2 or 3, whose layers have a window except each `every`-th, or by `layer_types`."""
+    """Read a Gemma 2 or 3: all but each `every`-th layer have a window, unless `layer_types` says otherwise."""
     decoders.check_divides(hf)
     hf.silence("hidden_act sliding_window")
     hf.get("sliding_window", 4096)
@@ -176,7 +176,7 @@ def _write_gemma(config: ModelConfig, **options) -> dict:
         hidden_activation=activation_name(config.activation, "gelu_pytorch_tanh"),
         final_logit_softcapping=config.logit_cap,
         query_pre_attn_scalar=max(1, round(attention_of(config).scale ** -2)),
-        sliding_window=attention_of(config, is_local=True).window or 4096,  # expected even if no layer has it
+        sliding_window=attention_of(config, is_local=True).window or 4096,  # required even if no layer has a window
         layer_types=decoders.write_types(rotaries.LOCAL, decoders.are_local(config)),
         **options,
     )

@@ -22,7 +22,7 @@ _SHARD = re.compile(r"[^/\0]+\.safetensors")
 
 
 class StoredTensor:
-    """A tensor in a file; indexing it reads a part."""
+    """A tensor in a file; indexing reads a part of it."""
 
     def __init__(self, stored, name: str):
         self.shape = tuple(stored.get_shape())
@@ -31,7 +31,7 @@ class StoredTensor:
     def __getitem__(self, index) -> np.ndarray:
         try:
             return self._stored[index]
-        except AttributeError as error:  # for a type that NumPy does not have
+        except AttributeError as error:  # a type that NumPy does not have
             raise UserError(
                 f"{self._name} is {self._stored.get_dtype()}, expected float32 or a 16-bit float"
             ) from error
@@ -85,7 +85,7 @@ def weight_files(path: Path) -> dict[Path, list[str] | None]:
     """The safetensors file at a path, or the files of a folder, with the tensors to read from each; None for all.
 
     Raises:
-      UserError: a damaged index, or one beside a model.safetensors that it does not name.
+      UserError: a damaged index, or an index that does not name the model.safetensors beside it.
     """
     index = path / INDEX
     if not path.is_dir() or not index.exists():
@@ -106,7 +106,7 @@ def weight_files(path: Path) -> dict[Path, list[str] | None]:
 def write_tensors(
     folder: Path, tensors: Sequence[Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype, max_shard_bytes: int
 ) -> None:
-    """Write tensors beside config.json to one safetensors file, or several with an index; `arrays` keeps their order.
+    """Write tensors beside config.json to a safetensors file, or several with an index; `arrays` has the same order.
 
     Raises:
       OSError: a file cannot be written.

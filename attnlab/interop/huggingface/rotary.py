@@ -20,9 +20,9 @@ def read(hf: ConfigReader, head_dim: int, *, fraction: float | None = None, inne
     """The rotary positions of all layers.
 
     `fraction` is the default of partial_rotary_factor; None for a family without this option, which rotates all
-    features. With `inner`, the option is read only within rope_parameters.
+    features. With `inner`, the option is read only inside the object with the rotary positions.
     """
-    hf.get("original_max_position_embeddings")  # no effect without scaling
+    hf.get("original_max_position_embeddings")  # count it as read: it has no effect without scaling
     outer = {"rope_theta": hf.get("rope_theta", 10_000.0), "partial_rotary_factor": fraction}
     if not inner:
         outer["partial_rotary_factor"] = hf.get("partial_rotary_factor", fraction)
@@ -71,7 +71,7 @@ def _rotary(hf: ConfigReader, rope: ConfigReader, partial: bool = False) -> Rota
         raise rope.error("factor", "1 or more")
     if kind == "linear":
         return rotary if factor == 1 else dataclasses.replace(rotary, scaling=kind, factor=factor)
-    name = "original_max_position_embeddings"  # in either place, the outer one first, as in transformers
+    name = "original_max_position_embeddings"  # in either object; the outer one wins, as in transformers
     whole = hf.integer("max_position_embeddings")
     slow, fast = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
     fast_turns = rope.number_or_off(fast) or _FAST_TURNS[kind]
@@ -102,7 +102,7 @@ def _fraction(hf: ConfigReader, rope: ConfigReader, kind: str, partial: bool) ->
 
 
 def _attention_factor(rope: ConfigReader) -> float | None:
-    """The factor in a config, or computed from mscale and mscale_all_dim; None for `Rotary`'s default."""
+    """The factor in a config, or its value from mscale and mscale_all_dim; None for `Rotary`'s default."""
     factor = rope.optional_number("attention_factor")
     mscale, all_dim = map(rope.number_or_off, ("mscale", "mscale_all_dim"))
     if factor is not None or mscale is None or all_dim is None:
@@ -112,7 +112,7 @@ def _attention_factor(rope: ConfigReader) -> float | None:
 
 
 def score_factor(hf: ConfigReader) -> float:
-    """The factor of DeepSeek's scores for scaled positions, set by mscale_all_dim."""
+    """DeepSeek's factor on attention scores for scaled positions, computed from mscale_all_dim."""
     rope = hf.within(option_of(hf))
     if (rope.get("rope_type") or rope.get("type") or "default") == "default":
         return 1.0

@@ -1,4 +1,4 @@
-"""Tables of the tensor names in state dicts of `transformers` and a `GPT`'s parameters; see `tensors.named`."""
+"""Tables from tensor names in state dicts of `transformers` to a `GPT`'s parameters; see `tensors.named`."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -31,14 +31,14 @@ class Names(NamedTuple):
     """The names of a family's tensors; the defaults are Llama's.
 
     Attributes:
-      layers: by kind of layer, a part of its names and their table, or a function that returns it for a layer.
-      mlp: a part of the names of feed-forward layers, and their table.
+      layers: by kind of layer, a prefix for the names in its table, and the table, or a function from layer to table.
+      mlp: the prefix and the table of feed-forward layers.
       norms: tables for the norms of blocks, by `norm_at`.
       top: table for the embedding and other tensors outside the blocks.
       model: the prefix of all names.
       blocks: the part before the numbers of blocks.
-      file_parts: maps parts of names in files to parts in the state dict; tensors that get the same name there are
-        joined in this order.
+      file_parts: maps parts of names in files to parts of names in the state dict; tensors that get the same name are
+        joined in the order of this mapping.
     """
 
     layers: Mapping[str, tuple[str, Mapping[str, str] | Callable[[Layer], Mapping[str, str]]]]
@@ -115,7 +115,7 @@ def table(
 ) -> list[Tensor]:
     """The tensors of a model; `shapes` has the shapes of its parameters by path.
 
-    `interleaved` says that rotary positions rotate pairs of neighbours; `options` are as for `tensors.named`.
+    `interleaved` means that rotary positions rotate pairs of neighbours; `options` are as for `tensors.named`.
     """
     named = functools.partial(tensors.named, shapes, **options)
     entries = [*named(prefix, "", names.top), *named("", "", {"lm_head": "output"})]
@@ -132,13 +132,13 @@ def table(
 
 
 def _details(layer: Layer, interleaved: bool) -> dict[str, dict[str, Any]]:
-    """Extra fields of a layer's tensors, by the parameters in them: orders of outputs, and constants."""
-    if isinstance(layer, DifferentialAttention):  # our value is two of their heads; their norm has no weights
+    """The `details` of a layer for `tensors.named`: orders of outputs, and constants."""
+    if isinstance(layer, DifferentialAttention):  # one head of our values is two of theirs; their norm has no weights
         size, half = layer.head_dim, layer.kv_heads // 2
         heads = [head for pair in range(half) for head in (pair, pair + half)]
         order = tuple(head * size + feature for head in heads for feature in range(size))
         return {"value": {"order": order}, "norm": {"constant": 1.0}}
-    if isinstance(layer, LatentAttention) and interleaved:  # our pairs are not neighbours but in two halves
+    if isinstance(layer, LatentAttention) and interleaved:  # we rotate i with i + half, not neighbours
 
         def order(plain):
             end = plain + layer.rope_dim

@@ -30,7 +30,7 @@ def load_state(
     shardings=None,
     dtype=jnp.float32,
 ) -> dict:
-    """Read the parameters of a GPT from a state dict with the names of a family; `interleaved` as in its config."""
+    """Read the parameters of a GPT from a state dict of a family; `interleaved` as for `tensor_names.table`."""
     names = FAMILIES[family].names
     state, prefix = _renamed(state, names.file_parts), f"{names.model}."
     prefix = prefix if any(key.startswith(prefix) for key in state) else ""
@@ -48,14 +48,14 @@ def load_state(
 
 
 def unload_state(model: GPT, params, family: str = "gpt2", *, transposed: bool = False) -> dict[str, np.ndarray]:
-    """The state dict of a GPT's parameters with the names of a family, the inverse of `load_state`."""
+    """The state dict of a GPT's parameters with the tensor names of a family, the inverse of `load_state`."""
     table, params = prepared(model, params, family, transposed)
     state = tensors.unload(table, params)
     return state | ({_HEAD: state[table[0].name]} if model.config.tie_embeddings else {})
 
 
 def prepared(model: GPT, params, family: str, transposed: bool = False) -> tuple[list[Tensor], dict]:
-    """The tensors of a model and their parameters, with biases of 0 where GPT-2, but not nanoGPT, always has them."""
+    """The tensors of a model, and its parameters; GPT-2 (not nanoGPT) always has biases, so missing biases become 0."""
     shapes = _shapes(model)
     tensors.check(params, stack_layers(shapes) if is_stacked(params) else shapes, "the model")
     params = _with_scales_folded(_without_padding(params, model.config.vocab_size))
@@ -99,7 +99,7 @@ def _stacked_as(like, table: list[Tensor], shapes) -> tuple[list[Tensor], dict]:
 
 
 def _shapes(model: GPT) -> dict:
-    """The shapes of a model's parameters; traces one period of layers, because a damaged config may have many."""
+    """The shapes of a model's parameters; traces one period of layers, because a damaged config may ask for many."""
     layers, period = model.config.num_layers, len(model.config.layers[: model.config.num_layers])
     shapes = tensors.shapes_of(model.replace(num_layers=period), _TOKENS)
     return shapes | {f"block_{n}": shapes[f"block_{n % period}"] for n in range(layers)}

@@ -10,11 +10,11 @@ from attnlab.types import DType
 
 
 class CausalConv(CausalMixer):
-    """Dilated causal convolution (van den Oord et al. 2016, section 2.1): O(k·n·d²), all n positions in parallel.
+    """Dilated causal convolution (van den Oord et al. 2016, section 2.1): O(k·n·d²) for n tokens, all in parallel.
 
     The receptive field of a token is the token and the k − 1 tokens at distances `dilation`, 2·`dilation`, … before
-    it. Layers with dilations 1, k, k², … have receptive fields of k, k², k³, … tokens, so log_k(n) layers cover n
-    tokens; without dilation, it takes (n − 1) / (k − 1) layers.
+    it. Stacked layers with dilations 1, k, k², … reach receptive fields of k, k², k³, … tokens, so log_k(n) layers
+    cover n tokens; without dilation, it takes (n − 1) / (k − 1) layers.
 
     Its cache holds the last R = (k − 1)·dilation inputs, `[B, R, F]`.
 
@@ -42,7 +42,7 @@ class CausalConv(CausalMixer):
             segments = jnp.pad(context.segments, ((0, 0), (reach, 0)), mode="edge")
             same = [segments[:, at : at + length] == context.segments for at in range(0, reach + 1, self.dilation)]
             taps = [jnp.where(seen[..., None], tap, 0) for seen, tap in zip(same, taps)]
-        # The kernel is `nn.Conv`'s, `[k, F, d]`; it multiplies the last two axes, taps and features.
+        # The kernel `[k, F, d]`, as in `nn.Conv`, multiplies the last two axes, taps and features.
         convolve = nn.DenseGeneral(self.features or x.shape[-1], axis=(-2, -1), dtype=self.dtype, name="conv")
         return LayerOut(convolve(jnp.stack(taps, axis=-2)), MixerState(conv=last(inputs, reach, context.lengths)))
 
@@ -54,4 +54,4 @@ class CausalConv(CausalMixer):
 
 
 class CausalConvConfig(LayerConfig, of=CausalConv, kind="conv"):
-    """A dilated causal convolution; a kernel of 4 tokens has as many weights as attention."""
+    """A dilated causal convolution; with a kernel of 4 tokens it has as many weights as attention."""

@@ -11,7 +11,7 @@ from attnlab.support.options import option
 
 
 class DeltaRule(RecurrentMixer):
-    """A mixer with a short convolution and silu of queries, keys and values, then unit norm of queries and keys.
+    """Base class of mixers with a short convolution, silu and, for queries and keys, unit norm before the delta rule.
 
     Cache and attributes are the same as in `GatedDeltaNet`.
     """

@@ -14,8 +14,8 @@ from attnlab.types import DType
 class GatedConv(CausalMixer):
     """A causal convolution of each feature, times a linear layer: y = conv(x) ⊙ (W x + b) + x.
 
-    This is BaseConv (Arora et al. 2023, arXiv 2312.04927) with an explicit kernel, `ShortConv`. It mixes the
-    last `kernel_size` tokens. Its weights do not depend on the tokens, but its gates do.
+    This is BaseConv (Arora et al. 2023, arXiv 2312.04927) with an explicit kernel, `ShortConv`. It mixes the last
+    `kernel_size` tokens, with weights that do not depend on the tokens and gates that do.
 
     Its cache holds the last W − 1 inputs, `[B, W − 1, F]`.
 

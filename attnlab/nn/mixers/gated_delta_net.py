@@ -8,7 +8,7 @@ from attnlab.nn.mixers.interface import MixerState, RecurrentConfig
 class GatedDeltaNet(DeltaRule):
     """Gated DeltaNet (Yang et al. 2025, arXiv 2412.06464): a decaying state that replaces the old value of a key.
 
-    Queries, keys and values pass a short convolution and silu; queries and keys have unit norm. With
+    Queries, keys and values pass through a short convolution and silu; queries and keys have unit norm. With
     g = −exp(A_log) · softplus(a(x) + dt_bias) and β = σ(b(x)), `linear_recurrence(q, k, v, g, β)` is normalized for
     each head, multiplied by silu of a gate, and projected. Without `decay` and `gate` it is DeltaNet (Yang et al. 2024,
     arXiv 2406.06484).
@@ -17,7 +17,7 @@ class GatedDeltaNet(DeltaRule):
 
     Attributes: as in `RecurrentMixer`, plus
       value_heads: HV, a multiple of H; None for H.
-      conv: W, tokens of the convolution; 0 for none.
+      conv: W, kernel size of the convolution in tokens; 0 for none.
       decay: whether the state decays.
       gate: whether there is an output gate.
       negative_eigenvalues: let β reach 2, so that a state can change sign and count modulo 2 (Grazzi et al. 2025).

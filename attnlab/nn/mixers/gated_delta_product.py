@@ -12,7 +12,7 @@ class GatedDeltaProduct(DeltaRule):
     """Gated DeltaProduct (Siems et al. 2025, arXiv 2502.10297, section 3): several steps of the delta rule per token.
 
     A token has one query and one decay, and a key, a value and a β for each of n steps. The state decays before the
-    first step and is read after the last, so its transition is a product of n Householder matrices, which can rotate
+    first step and is read after the last, so a token applies a product of n Householder matrices, which can rotate
     and permute. Projections, convolutions, norm and gate are as in `GatedDeltaNet`. `linear_recurrence` runs over the
     n · T steps. The pattern of `attnlab.see` has T queries and n · T keys; the n steps of a token are consecutive.
 

@@ -12,8 +12,8 @@ from attnlab.support.options import option
 class GatedLinearAttention(RecurrentMixer):
     """Gated linear attention (Yang et al. 2024, arXiv 2312.06635, section 4): one decay per feature of the keys.
 
-    The log of the decay is g = log σ(W₂ W₁ x + b) / 16, where W₁ has rank 16. `linear_recurrence(q, k, v, g)` is
-    normalized for each head, multiplied by silu of a gate, and projected.
+    The log of the decay is g = log σ(W₂ W₁ x + b) / 16, where W₁ maps x to `rank` features. The output of
+    `linear_recurrence(q, k, v, g)` is normalized for each head, multiplied by silu of a gate, and projected.
 
     Its cache holds states `[B, H, K, V]` in float32.
 

@@ -1,4 +1,4 @@
-"""Initializers of Mamba-2's and Gated DeltaNet's decay, g = −exp(A_log) · softplus(x + dt_bias), and the unit norm."""
+"""Initializers for decays g = −exp(A_log) · softplus(x + dt_bias), as in Mamba-2 and Gated DeltaNet, and unit norm."""
 
 import jax
 import jax.numpy as jnp

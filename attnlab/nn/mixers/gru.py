@@ -14,7 +14,7 @@ class GRU(CausalMixer):
     """Gated recurrent unit (Cho et al. 2014): n sequential steps, each O(d²).
 
     Its cache holds the state `[B, d]`, in float32 even if the computation is in bfloat16: a bfloat16 state would stop
-    short of its limit, where its steps become smaller than its rounding error.
+    changing before it converges, once its steps are smaller than its rounding error.
 
     Attributes:
       features: d, width of state and output; None for the input's width.
@@ -39,7 +39,7 @@ class GRU(CausalMixer):
 
 
 class _Cell(nn.Module):
-    """`flax.linen.GRUCell`, with its parameters, over all tokens; projects all inputs at once but states in turn."""
+    """`flax.linen.GRUCell`, with its parameters, over all tokens; projects inputs all at once, states one by one."""
 
     features: int
     dtype: DType | None

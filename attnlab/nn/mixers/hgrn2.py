@@ -13,12 +13,12 @@ from attnlab.support.options import option
 class HGRN2(RecurrentMixer):
     """HGRN2 (Qin et al. 2024, arXiv 2404.07904, section 3): a feature of the state takes in as much as it forgets.
 
-    With the forget gate f = b + (1 − b) · σ(x W), W in `key/kernel`, keys are 1 − f and the log of the decay is log f.
-    `linear_recurrence(silu(q), 1 − f, v, log f, scale=1)` is normalized over all heads and projected.
+    With the forget gate f = b + (1 − b) · σ(x W), where W is `key/kernel`, keys are 1 − f and decays are f. The output
+    of `linear_recurrence(silu(q), 1 − f, v, log f, scale=1)` is normalized over all heads together and projected.
 
     In the paper, the lower bounds b grow from layer to layer by a softmax over all layers. Here, layer l of L has
     b = l·e^γ / (l·e^γ + L − l), learned through γ = `lower_bound` `[H, K]`. b starts at l / L, as in the paper, and is
-    always 0 in the first layer. Layers do not share parameters, so they can be stacked and used alone.
+    always 0 in the first layer. Layers share no parameters, so they can be stacked or used alone.
 
     Its cache holds states `[B, H, K, V]` in float32.
 

@@ -82,9 +82,9 @@ class CausalMixer(Layer):
         raise ValueError(f"{type(self).__name__}.mix returned {shown}: expected {expected}")
 
     def mix(self, x, state: MixerState, context: Context) -> LayerOut:
-        """Compute outputs `[B, T, d]` and the state after the tokens x `[B, T, F]` from the state before them.
+        """Compute outputs `[B, T, d]` and the new state from the tokens x `[B, T, F]` and the state before them.
 
-        Each segment of `context.segments` starts from an empty state; tokens from `context.lengths` on change no state.
+        Each segment of `context.segments` starts from an empty state. Tokens beyond `context.lengths` do not change it.
         """
         raise TypeError(f"{type(self).__name__} defines no mix(x, state, context): write it in the subclass")
 
@@ -161,9 +161,9 @@ class RecurrentMixer(CausalMixer):
         return projections.dense(self, name, *features, use_bias=use_bias, **options)
 
     def _recur(self, q, k, v, state: MixerState, context: Context, **terms):
-        """(The recurrence's output `[B, T, HV, V]`, the state after the tokens), with the taps of `attnlab.see`.
+        """Run the recurrence, with the taps of `attnlab.see`: (output `[B, T, HV, V]`, the state after the tokens).
 
-        The pattern is the output for identity values, that is, the weights of these tokens' values in the output.
+        The pattern is the output for an identity matrix as values, that is, the weight of each value in each output.
         """
         q, k, v = (sharding.constrain(x, "batch", "length", "heads", None) for x in (q, k, v))
         q, k, v = (taps.tap(self, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
@@ -189,13 +189,13 @@ class RecurrentMixer(CausalMixer):
 
 
 class RecurrentConfig(LayerConfig, of=RecurrentMixer):
-    """A kind of recurrent mixer."""
+    """Base class of the configs of recurrent mixers."""
 
     heads: int | None = option("key heads; None for num_heads", None, low=1)
 
 
 def last(x: Float[Array, "B N ..."], count: int, lengths: Int[Array, " B"] | None):
-    """The last `count` of the first `count + lengths` inputs of each sequence; of all inputs if `lengths` is None."""
+    """The last `count` of the first `count + lengths` inputs of each sequence, or of all inputs without `lengths`."""
     if lengths is None:
         return x[:, x.shape[1] - count :]
     return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, count))(x, lengths)

@@ -14,7 +14,7 @@ class KimiDeltaAttention(DeltaRule):
 
     Queries, keys and values are as in `GatedDeltaNet`. With g = −exp(A_log) · softplus(W₂ W₁ x + b) for each feature of
     the keys (one A_log per head) and β = σ(b(x)), `linear_recurrence(q, k, v, g, β)` is normalized for each head,
-    multiplied by σ(U₂ U₁ x), and projected. W₁ (`decay_down`) and U₁ (`gate_down`) have rank V.
+    multiplied by σ(U₂ U₁ x), and projected. W₁ (`decay_down`) and U₁ (`gate_down`) map x to V features.
 
     Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolutions.
 

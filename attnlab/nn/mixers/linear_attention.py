@@ -13,7 +13,7 @@ from attnlab.ops.linear import elu_plus_one, quotient
 
 
 class LinearAttention(RecurrentMixer):
-    """Causal multi-head linear attention (Katharopoulos et al. 2020): a state that does not grow with the length.
+    """Causal multi-head linear attention (Katharopoulos et al. 2020), whose state does not grow with the length.
 
     Its cache holds states `[B, H, D', D + 1]` in float32, where the feature map has D' features. The last column is the
     sum of the keys, which normalizes the outputs.

@@ -16,16 +16,16 @@ from attnlab.support.options import FieldError, option
 class Mamba2(RecurrentMixer):
     """Mamba-2 (Dao and Gu 2024, arXiv 2405.21060, section 7): a selective state space model with one decay per head.
 
-    One projection gives the gate z, values x, keys B, queries C and steps dt; x, B and C pass a short convolution and
-    silu. With dt = softplus(dt + dt_bias) and A = −exp(A_log), the output is
-    `linear_recurrence(C, B, dt · x, dt · A, scale=1)` plus D · x, times silu(z), normalized over the features of each
-    group, and projected.
+    One projection gives the gate z, values x, keys B, queries C and steps dt; x, B and C pass through a short
+    convolution and silu. With dt ← softplus(dt + dt_bias) and A = −exp(A_log),
+    `linear_recurrence(C, B, dt · x, dt · A, scale=1)` plus D · x is multiplied by silu(z), normalized over the features
+    of each group, and projected.
 
     Its cache holds states `[B, HV, K, V]` in float32 and the last W − 1 inputs of the convolution.
 
     Attributes: as in `RecurrentMixer`, plus
       num_heads: number of groups of heads that share B and C.
-      key_dim: K, the size of a feature's state; None for 128, or half the input width if that is less.
+      key_dim: K, the size of each value feature's state; None for 128, or half the input width if that is less.
       value_dim: V; None for twice the input width / HV.
 
     >>> block = Block(Mamba2(value_heads=2), Mlp())
@@ -50,7 +50,7 @@ class Mamba2(RecurrentMixer):
         return self.value_dim or 2 * features // self.states
 
     def fused(self, features):
-        """Sizes of z, x, B, C and dt."""
+        """Sizes of z, x, B, C and dt, which one kernel projects."""
         inner, shared = self.states * self.value_features(features), self.num_heads * self.key_features(features)
         return inner, inner, shared, shared, self.states
 

@@ -14,22 +14,22 @@ from attnlab.nn.mixers.interface import MixerState, RecurrentConfig, RecurrentMi
 from attnlab.ops.cpu import pointwise
 from attnlab.types import Array, DType
 
-# Exponents of the initial shares of the previous token.
+# Exponents for the initial share of the previous token in each input; see `_Start.shift`.
 _SHIFTS = {"x_r": 0.2, "x_w": 0.9, "x_k": 0.7, "x_v": 0.7, "x_a": 0.9, "x_g": 0.2}
 
 
 class RWKV7(RecurrentMixer):
-    """The time mixing of RWKV-7 (Peng et al. 2025, arXiv 2503.14456, section 4): erasing keys differ from written keys.
+    """The time mixing of RWKV-7 (Peng et al. 2025, arXiv 2503.14456, section 4); it erases and writes different keys.
 
-    Each of six inputs x_r, x_w, x_k, x_v, x_a and x_g is a mean of the token and the previous token, with a learned
-    share for each feature. The query r, key k and value v are linear in x_r, x_k and x_v. With matrices of low rank,
-    and with w0, a0 and v0 the biases of `decay_up`, `a_up` and `v_up`,
+    Each of six inputs x_r, x_w, x_k, x_v, x_a and x_g is a weighted mean of a token and the previous token, with a
+    learned weight for each feature. The query r, key k and value v are linear in x_r, x_k and x_v. With low-rank
+    matrices W, A, V and G, and with w0, a0 and v0 the biases of `decay_up`, `a_up` and `v_up`,
 
         g = −e^(−1/2) · σ(w0 + tanh(x_w W₁) W₂)    a = σ(a0 + x_a A₁ A₂)    v ← v + (v₁ − v) · σ(v0 + x_v V₁ V₂)
         κ = unit(k ⊙ k_k)    k ← k ⊙ (1 + (a − 1) ⊙ k_a)    gate = σ(x_g G₁) G₂
 
     where v₁ are the values of the first layer. `linear_recurrence(r, k, v, g, erase=(a ⊙ κ, κ ⊙ exp(−g)), scale=1)` is
-    standardized for each head, with ε = V · 1e-5, scale and bias. Then r · (k ⊙ r_k) times v is added, and the sum is
+    standardized for each head, with ε = V · 1e-5, scale and bias. Then (r · (k ⊙ r_k)) v is added, and the sum is
     multiplied by the gate and projected. unit(x) is x / √(Σx² + 1e-6), as in `GatedDeltaNet`.
 
     Its cache holds states `[B, H, K, V]` in float32 and the last input, `[B, 1, F]`.
@@ -75,7 +75,7 @@ class RWKV7(RecurrentMixer):
         return LayerOut(self._out(z, features), MixerState(last_state, last_input), v if self.value_residual else None)
 
     def _shifted(self, x, before, context, start):
-        """(The six means of each token and the previous token of its segment, by name; the last input)."""
+        """(By name, the six means of each token and the token before it in its segment; the last input)."""
         x = x.astype(self.dtype or x.dtype)
         inputs = jnp.concatenate([before.astype(x.dtype), x], axis=1)
         previous = inputs[:, :-1]
@@ -136,7 +136,7 @@ def _ranks(features: int) -> _Ranks:
 class _Start:
     """Initializers of vectors, as in the authors' code.
 
-    They depend on the layer's number and on the feature's index, both among all features and within its head of `size`.
+    They depend on the layer's number, and on the feature's index among all features and within its head of `size`.
     """
 
     def __init__(self, layer, layers: int, size: int):

@@ -44,7 +44,7 @@ class ShortConv(nn.Module):
         width, length, features = self.width, x.shape[1], x.shape[2:]
         kernel = self.param("kernel", self.kernel_init or _uniform(width), (width, *features))
         dtype = self.dtype or x.dtype
-        # Sums are in float32, because processors take longer for bfloat16.
+        # Sums are in float32, because processors sum bfloat16 more slowly.
         x = x.astype(dtype).astype(jnp.promote_types(dtype, jnp.float32))
         if before is None:
             before = jnp.zeros((x.shape[0], width - 1, *features), dtype)
@@ -63,9 +63,9 @@ class ShortConv(nn.Module):
 
 
 def convolve(projections: dict[str, Array], width: int, before: dict[str, Array] | None, context: Context, dtype=None):
-    """(Projections convolved by the caller's submodules `NAME_conv`, the last inputs of each for a cache).
+    """(The projections, convolved by the calling module's submodules `NAME_conv`; their last inputs, for a cache).
 
-    For width 0, the projections are returned unchanged, with None.
+    For width 0: (the unchanged projections, None).
     """
     if not width:
         return projections, None
@@ -77,7 +77,7 @@ def convolve(projections: dict[str, Array], width: int, before: dict[str, Array]
 
 
 def inputs_before(sizes: dict[str, tuple[int, ...]], width: int, batch: int, dtype) -> dict[str, Array] | None:
-    """The inputs before the first token, zeros, for convolutions over features `sizes` by name; None for width 0."""
+    """The inputs before the first token, zeros, of convolutions with features `sizes`, by name; None for width 0."""
     return {name: jnp.zeros((batch, width - 1, *size), dtype) for name, size in sizes.items()} if width else None
 
 

@@ -1,12 +1,12 @@
 """Exact attention in tiles, with memory linear in the sequence length.
 
-A block of queries visits its keys tile by tile. With masked logits s, a running max m, denominator l and accumulator a
-are rescaled whenever the max grows (Milakov & Gimelshein 2018; Rabe & Staats 2021):
+A block of queries visits its keys tile by tile. The masked logits s update a running max m; the denominator l and the
+accumulator a are rescaled whenever it grows (Milakov & Gimelshein 2018; Rabe & Staats 2021):
 
     m' = max(m, max_j s_ij)    l' = e^(m−m') l + Σ_j e^(s_ij−m')    a' = e^(m−m') a + Σ_j e^(s_ij−m') v_j
 
-and at the end o_i = a / l and lse_i = m_i + log l_i. Only o, m and log l are stored for the backward pass, which
-recomputes the logits of each tile (Dao et al. 2022, algorithm 4; with δ_i = o_i·do_i − dlse_i):
+and at the end o_i = a / l and lse_i = m_i + log l_i. Besides the inputs, only o, m and log l are stored: the backward
+pass recomputes the logits of each tile (Dao et al. 2022, algorithm 4; with δ_i = o_i·do_i − dlse_i):
 
     p_ij = e^(s_ij − m_i − log l_i)    ds_ij = p_ij (do_i·v_j − δ_i)
     dv_j = Σ_i p_ij do_i    dk_j = Σ_i ds_ij q_i    dq_i = Σ_j ds_ij k_j
@@ -45,13 +45,13 @@ def attend(call: AttentionCall) -> Result:
 
 
 def _prepared(call: AttentionCall, block_sizes: tuple[int, int], counts: tuple[int, int]) -> AttentionCall:
-    """The call with mask, mods and bias prepared for tiles, and with the scale in q if that adds no rounding."""
+    """The call with mask, mods and bias prepared for tiles, and with q scaled if that loses no precision."""
     q, mask, bias = call.q, call.mask, call.bias
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     padded_lengths = tuple(count * size for count, size in zip(counts, block_sizes))
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     if q.dtype == dtype or (isinstance(scale, float) and math.frexp(scale)[0] == 0.5):
-        # This adds no rounding and saves a multiplication per tile.
+        # Scaling q is exact or rounds as finely as scaling the logits, and saves a multiplication per tile.
         q, scale = (q * scale).astype(q.dtype), None
     return call.replace(
         q=q,

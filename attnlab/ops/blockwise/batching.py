@@ -1,4 +1,4 @@
-"""The `vmap` rule of the passes: a leading mapped axis, which arrays of a call lack if all examples share them."""
+"""The `vmap` rule of the passes: q, k, v and all arrays that differ between examples get a leading mapped axis."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ def per_example(plan: TilePlan, fn: Callable, call: AttentionCall, *arrays):
 
 
 def with_mapped(plan: TilePlan, call: AttentionCall, chosen: AttentionCall) -> tuple[TilePlan, AttentionCall]:
-    """Add the mapped axis to chosen leaves that all examples share, because each example has its own gradient."""
+    """Add the mapped axis to the chosen leaves that lack it, because each example has its own gradient."""
     if plan.mapped is None:
         return plan, call
     leaves, structure = jax.tree.flatten(call)
@@ -39,9 +39,9 @@ def with_mapped(plan: TilePlan, call: AttentionCall, chosen: AttentionCall) -> t
 
 
 def batched_explicitly(run_pass):
-    """Add a `vmap` rule to `run_pass(plan, call, block_mask, …)` that maps arrays, not loops, to skip EMPTY tiles.
+    """Add a `vmap` rule to `run_pass(plan, call, block_mask, …)`: all examples share one loop, which skips EMPTY tiles.
 
-    If a plan keeps scores in the CPU's caches, as many examples as fit are mapped at a time.
+    If the plan keeps scores in the CPU's caches, only as many examples as fit there are computed at a time.
     """
 
     def run_batched(plan, *operands):
@@ -69,7 +69,7 @@ def batched_explicitly(run_pass):
     def refuse(*_):
         raise ValueError("impl = 'blockwise' has no derivatives of second order: use impl='dense'")
 
-    # A derivative rule of the pass itself, because JAX's own error would not say this.
+    # This rule exists only for its message: JAX's own error would not name an alternative.
     run = jax.custom_jvp(run_batched, nondiff_argnums=(0,))
     run.defjvp(refuse)
     return run

@@ -1,7 +1,7 @@
-"""Blocks of arrays along their length, and tiles of a bias.
+"""Cut arrays into blocks along the sequence, and a bias into tiles.
 
 Tiles of scores have axes `[..., H, queries, keys]` in the forward pass and `[..., H, keys, queries]` in the backward
-pass, because their products are then rows by columns or rows by rows, the fast forms of XLA's CPU backend.
+pass. So all products are rows by columns or rows by rows, the two forms that XLA's CPU backend computes fast.
 """
 
 from typing import NamedTuple
@@ -40,10 +40,10 @@ def joined_rows(x: Array, length: int) -> Array:
 
 
 def exchanged(x: Array, axis: int) -> Array:
-    """Copy `x` with `axis`, counted from the end, and the next axis exchanged."""
+    """Copy `x`, exchanging `axis`, which is negative, and the axis after it."""
     if platform_of(x) == "cpu":
         return products.exchanged(x, axis)
-    return lax.optimization_barrier(x.swapaxes(axis, axis + 1))  # TPUs would pad the additional axis of the CPU form
+    return lax.optimization_barrier(x.swapaxes(axis, axis + 1))  # TPUs would pad the axis that the CPU form adds
 
 
 def per_query_head(x: Array, num_heads: int) -> Array:

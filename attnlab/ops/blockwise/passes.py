@@ -25,7 +25,7 @@ from attnlab.types import Array
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(plan: TilePlan, call: AttentionCall, block_mask: Array) -> Result:
-    """Return (out, (max, log_sum)); q, k, v, sinks, scale, bias and score mods have gradients, the max has none."""
+    """Return (out, (max, log_sum)), differentiable in q, k, v, sinks, scale, bias and score mods; max is a constant."""
     return forward(plan, call, block_mask)
 
 
@@ -43,7 +43,7 @@ attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _visit(plan: TilePlan, order: tuple, row, size: int, tile: Callable, state):
-    """Return `state` after tile(kind, columns, state) for the row's tiles of `size` columns that are not EMPTY."""
+    """Return the state after state = tile(kind, range, state) has run for each tile of the row that is not EMPTY."""
     if plan.tiles is not None:
         for kind, first, count in runs(order[row]):
             state = tile(kind, Range(first * size, count * size), state)
@@ -58,7 +58,7 @@ def _visit(plan: TilePlan, order: tuple, row, size: int, tile: Callable, state):
 
 
 def _order(plan: TilePlan, block_mask: Array, *, by_column: bool = False) -> tuple:
-    """The tiles of each row, or of each column, of the block mask, in the form that `_visit` takes."""
+    """The tiles of each row or column of the block mask, in the form that `_visit` takes."""
     if plan.tiles is not None:
         return tuple(zip(*plan.tiles)) if by_column else plan.tiles
     return visit_order(block_mask.T if by_column else block_mask)
@@ -69,11 +69,11 @@ def _with_bias_tile(call: AttentionCall, rows: Range, columns: Range) -> Attenti
 
 
 def _sinks(plan: TilePlan, call: AttentionCall) -> Array:
-    """The sinks `[H]`, or `[axis, H]` under `vmap`, as `[..., H]` in the accumulators' type."""
+    """The sinks, `[H]` or under `vmap` `[n, H]`, in the accumulators' type and shaped to broadcast to `[..., H]`."""
     sinks = call.sinks.astype(_accumulator_type(call.q))
     if plan.mapped is None:
         return sinks
-    return sinks.reshape(-1, *(1,) * (call.q.ndim - 4), sinks.shape[-1])  # also if all examples share the sinks
+    return sinks.reshape(-1, *(1,) * (call.q.ndim - 4), sinks.shape[-1])  # n = 1 if all examples share the sinks
 
 
 def _accumulator_type(x: Array):
@@ -177,7 +177,7 @@ def _with_sinks(state: _Softmax, sinks: Array) -> _Softmax:
 
 
 class _Gradients(NamedTuple):
-    """Gradients summed over the tiles of a block of keys; dk and dv belong to this block alone."""
+    """Running sums of the gradients: dk and dv of the current block of keys, dq and `learned` of all blocks so far."""
 
     dk: Array  # [..., H, keys, D]
     dv: Array
@@ -191,8 +191,8 @@ def backward(
     plan: TilePlan, call: AttentionCall, block_mask: Array, out: Array, log_sums: tuple, d_out: Array, d_lse: Array
 ) -> AttentionCall:
     """The gradients of the call's arrays; None for arrays without a gradient."""
-    # On CPUs jaxlib 0.10.2 would fuse the broadcast of a cotangent, e.g. of `out.sum()`, its products with v and
-    # their sums over the axes that a bias or a mod shares, and compute the fusion wrongly (JAX issue 39103).
+    # On CPUs, jaxlib 0.10.2 would fuse a broadcast cotangent, as of `out.sum()`, with its products with v and with
+    # sums over axes along which a bias or mod is shared, and the fused result would be wrong (JAX issue 39103).
     d_out = lax.optimization_barrier(d_out)
     shift, log_sum, delta = _log_sums_and_delta(call, out, log_sums, d_out, d_lse)
     arrays = d_out.astype(call.v.dtype), shift, log_sum, delta
@@ -309,10 +309,10 @@ def _is_learned(call: AttentionCall) -> AttentionCall:
 
 
 def _log_sums_and_delta(call: AttentionCall, out, log_sums, d_out, d_lse) -> tuple[Array, Array, Array]:
-    """Return max, log_sum and δ `[..., Tq, H, 1]`; log_sum +inf and δ 0 stop the gradients of fully masked rows."""
+    """Return max, log_sum and δ `[..., Tq, H, 1]`; fully masked rows get log_sum +inf and δ 0, so no gradient."""
     (shift, log_sum), dtype = log_sums, _accumulator_type(call.q)
     is_visible = ~jnp.isneginf(log_sum)
-    # A product with ones, because XLA's CPU backend takes ten times as long to sum along the last axis.
+    # A matrix product with ones, because XLA's CPU backend takes ten times as long to sum along the last axis.
     products, ones = out.astype(dtype) * d_out.astype(dtype), jnp.ones(call.v.shape[-1], dtype)
     delta = jnp.matmul(products, ones, precision=lax.Precision.HIGHEST) - d_lse
     delta, log_sum = jnp.where(is_visible, delta, 0), jnp.where(is_visible, log_sum, jnp.inf)

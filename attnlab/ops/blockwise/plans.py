@@ -1,4 +1,4 @@
-"""The plan of a call: the sizes and kinds of its tiles and, on CPUs, its parts."""
+"""The plan of a call: the sizes and kinds of its tiles and, on CPUs, the parts that are computed in turn."""
 
 import functools
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from attnlab.types import Array
 
 
 class TilePlan(NamedTuple):
-    tile_kinds: tuple[int, ...]  # PARTIAL and FULL, if the block mask has them; both if it is traced
+    tile_kinds: tuple[int, ...]  # which of PARTIAL and FULL the block mask has; both if it is traced
     mapped: tuple[bool, ...] | None = None  # under `vmap`: which leaves of the call have a leading mapped axis
     tiles: tuple[tuple[int, ...], ...] | None = None  # the block mask if tiles are unrolled; None for loops
     together: tuple[int, int] | None = None  # how many examples and key heads are computed at a time; None for all

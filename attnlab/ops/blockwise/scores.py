@@ -1,4 +1,4 @@
-"""The logits of a tile, with scale, bias, score mods and mask, and the weights that dropout keeps."""
+"""The logits of a tile after scale, bias, score mods and mask, and the weights that dropout keeps."""
 
 import functools
 
@@ -18,9 +18,9 @@ from attnlab.types import Array
 def masked_logits(
     plan: TilePlan, kind: int, rows: Range, columns: Range, raw: Array, call: AttentionCall, *, queries: int
 ) -> tuple[Array, Array | None]:
-    """Return masked logits and the visible keys, or None for all. The caller zeroes other keys, which may be NaN.
+    """Return (masked logits, whether each key is visible to any query; None if all are).
 
-    `queries` is the tile's query axis, −1 or −2; the other axis has the keys.
+    The caller zeroes hidden keys, which may be NaN. `queries` is the axis of the queries in the tile, −1 or −2.
     """
     return per_example(plan, functools.partial(_masked_logits, kind, rows, columns, queries), call, raw)
 
@@ -83,7 +83,7 @@ def _is_not_padding(call: AttentionCall, rows: Range, columns: Range, xp) -> Arr
 
 
 def _tile(call: AttentionCall, rows: Range, columns: Range, queries: int, shape: tuple[int, ...], xp=jnp) -> Tile:
-    """The coordinates of a tile with scores of a shape; axis `queries` of the scores has the queries."""
+    """The coordinates of a tile whose scores have `shape`; `queries` is the axis of the queries in the scores."""
     *batch, num_heads, _, _ = shape
     q_length, kv_length = call.lengths
     return Tile(

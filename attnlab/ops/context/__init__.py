@@ -1,7 +1,7 @@
 """One call over many devices: a mesh axis splits queries, keys and values along the sequence.
 
-Each device gathers all keys. Every mask and score mod works, because each receives indices in the whole call
-(`attnlab.ops.tiles.Shard`).
+Each device gathers all keys and values. Every mask and score mod works, because masks and score mods receive indices in
+the whole call (`attnlab.ops.tiles.Shard`).
 
 Files: `layouts` (the rows that each device computes), `shards` (a device's part of a call).
 """
@@ -40,20 +40,20 @@ def context_parallel(axis: str | None, *, batch: str | Sequence[str] = (), heads
 
     If XLA partitions the arrays, as in `jit` over a mesh, nothing else is needed: the call is split over `axis`, and
     over the other mesh axes as without this context. Results and gradients are the same as without the split, for
-    every mask, score mod and dropout. Each device computes its share of the queries with all keys; `explain` shows how
-    even the shares are.
+    every mask and score mod, and with dropout. Each device computes some of the queries with all keys; `explain` shows
+    how evenly the work is shared.
 
     Within a `shard_map`, name the axes that split batch and heads. All arrays of a call (q, k, v, bias, positions,
-    sinks, dropout keys) are then this device's shards, in sequence order; a bias has all its columns. Masks and score
-    mods stay whole, with their arrays.
+    sinks, dropout keys) are then this device's shards, in sequence order, but a bias has all its columns. Masks and
+    score mods belong to the whole call, and so do their arrays.
 
     Args:
       axis: the mesh axis that splits the sequence; None if the sequence is whole.
       batch, heads: within `shard_map`, the axes that split the first batch axis and the heads.
 
     Raises:
-      ValueError: an axis is named twice. In `attention`: the mesh lacks the axis, or the axis does not divide the
-        sequence.
+      ValueError: an axis is named twice. In `attention`: the mesh or the `shard_map` lacks an axis, or the number of
+        devices does not divide the length of the sequence.
       TypeError: an unknown argument.
 
     >>> mesh = jax.make_mesh((1,), ("context",))
@@ -80,7 +80,7 @@ class ShardedCall(NamedTuple):
 
     context: SplitContext
     is_manual: bool  # whether the arrays are shards already, within a `shard_map` over these axes
-    splits: Splits  # the mesh axes of batch and heads
+    splits: Splits  # the mesh axes that split batch and heads
     sizes: tuple[int, int, int]  # numbers of shards: batch, heads, sequence
 
     @property
@@ -105,7 +105,7 @@ class ShardedCall(NamedTuple):
 
 
 def current(q: Array, k: Array) -> ShardedCall | None:
-    """The split of a call with these queries and keys; None outside `context_parallel` or if nothing is split."""
+    """The split of a call with these queries and keys; None if the call runs as it would outside `context_parallel`."""
     context = _current.value
     if context is None:
         return None
@@ -147,7 +147,7 @@ def current(q: Array, k: Array) -> ShardedCall | None:
 
 
 def layout(split: ShardedCall, call: AttentionCall, platform: str) -> Layout | None:
-    """The layout of a `prepared` call; None for a whole sequence."""
+    """The layout of a `prepared` call; None if the sequence is whole or empty."""
     if split.devices == 1 or 0 in call.lengths:
         return None
     batch, num_heads, *lengths = split.whole(call.batch, call.num_heads, *call.lengths)
@@ -176,7 +176,7 @@ def attend(split: ShardedCall, layout: Layout | None, run: Callable, call: Atten
     sides["bias"] = (heads, axis, None)
 
     def spec(x, sides):
-        """Partition spec of `[*batch or 1s, *sides]`, or `[*sides]`; axes of size 1 are shared."""
+        """Partition spec of `[*batch or 1s, *sides]`, or `[*sides]`; axes of size 1 are not split."""
         return P(*(axes if n > 1 else None for axes, n in zip((*batch, *sides)[-x.ndim :], x.shape)))
 
     specs = {name: spec(x, sides[name]) for name in sides if (x := getattr(call, name)) is not None}
@@ -186,7 +186,7 @@ def attend(split: ShardedCall, layout: Layout | None, run: Callable, call: Atten
 
 
 def prepared(split: ShardedCall | None, call: AttentionCall) -> AttentionCall:
-    """The call with dropout keys as words, and without functions that close over traced arrays."""
+    """The call with dropout keys as words, and with masks and mods whose functions close over no traced arrays."""
     if split is None:
         return call
     # Every device holds whole masks and score mods.

@@ -1,7 +1,7 @@
 """The rows of a sequence that each device computes: contiguous or in zigzag order, depending on the mask's tiles.
 
 Under a causal mask, contiguous rows give the last device nearly twice the mean number of tiles. In zigzag order each
-device has one of the first and one of the last chunks of the sequence, which balances the work.
+device has a chunk from the first half of the sequence and its mirror image from the second, which balances the work.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from attnlab.ops.mask_algebra import And
 from attnlab.ops.masks import Mask, join
 from attnlab.ops.schedule import Costs, schedule
 
-_TILE = 512  # side of the tiles that are counted
+_TILE = 512  # side of the tiles that `choose` counts
 _MOST_IMBALANCE = 1.06  # rows stay contiguous up to this ratio of the busiest device's tiles to the mean
 
 
@@ -22,7 +22,7 @@ class Layout(NamedTuple):
     """The split of the queries of a call over n devices; all devices gather all keys."""
 
     chunks: Int[np.ndarray, "n m"]  # each device's chunks, out of n·m equal chunks: m is 1, or 2 in zigzag
-    block_sizes: tuple[int, int]  # tile sizes
+    block_sizes: tuple[int, int]  # (queries, keys) of a tile
     imbalance: float  # tiles of the busiest device divided by the mean
 
     @property
@@ -64,13 +64,13 @@ def choose(
 
 
 def zigzag(n: int) -> Int[np.ndarray, "n 2"]:
-    """Assign device d the d-th and the d-th last of 2·n chunks, the even-numbered one first (see `shards`)."""
+    """Assign chunks d and 2·n − 1 − d of 2·n to device d, the even-numbered chunk first (see `shards`)."""
     chunks = np.stack([np.arange(n), 2 * n - 1 - np.arange(n)], axis=1)
     return np.take_along_axis(chunks, np.argsort(chunks % 2, axis=1), axis=1)
 
 
 def known_part(mask: Mask | None, positions_are_known: bool = True) -> Mask | None:
-    """The masks of a conjunction that are known while tracing; the other masks can only hide more pairs."""
+    """The masks joined by `&` that are known while tracing; the other masks can only hide more pairs."""
     if isinstance(mask, And):
         return join(*(known_part(part, positions_are_known) for part in (mask.a, mask.b)))
     if mask is None or (mask.positional and not positions_are_known):
@@ -82,7 +82,7 @@ def _tiles_of_chunks(mask, lengths, count: int, where) -> Int[np.ndarray, " coun
     """The number of tiles with visible pairs in each of `count` chunks of the queries."""
     tile = _divisor(lengths[0] // count, _TILE)
     visible = None if mask is None else mask.tiles(*lengths, (tile, _TILE), **where)[0]
-    if not isinstance(visible, np.ndarray):  # functions that close over traced arrays count as visible
+    if not isinstance(visible, np.ndarray):  # no mask, or its functions close over traced arrays: count all tiles
         return np.full(count, lengths[0] // count // tile * -(-lengths[1] // _TILE))
     return visible.sum(axis=(*range(visible.ndim - 2), -1), dtype=np.int64).reshape(count, -1).sum(axis=1)
 

@@ -34,7 +34,7 @@ def heads(call: "ShardedCall", num_heads: int) -> Array | None:  # noqa: F821
 
 
 def attend(split, layout: Layout | None, run: Callable, call: AttentionCall) -> Result:
-    """Return (out, (max, log_sum)) of this device's queries, in sequence order."""
+    """Return (out, (max, log_sum)) for this device's queries, in sequence order."""
     call = call.replace(shard=Shard(examples(split, call.batch), heads(split, call.num_heads)))
     if layout is None:
         return run(call.of_shard())
@@ -62,13 +62,13 @@ def _with_all_keys(run: Callable, call: AttentionCall, axis: str, kv_length: int
         positions = jnp.arange(kv_length, dtype=jnp.int32) if positions is None else whole(positions, -1)
         return run(call.replace(k=whole(call.k, -3), v=whole(call.v, -3), kv_positions=positions).of_shard())
 
-    # Keys and values are gathered again for the gradient, because storing them would take one copy per layer.
+    # The gradient gathers keys and values again: storing them would take a copy of the whole sequence per layer.
     policy = jax.checkpoint_policies.save_only_these_names("attention")
     return jax.checkpoint(gathered, policy=policy)(call)
 
 
 def to_zigzag(x: Array, axis_name: str, axis: int) -> Array:
-    """Move both halves of this device's contiguous rows, so that each device gets its chunks of `layouts.zigzag`."""
+    """Exchange halves of contiguous rows between devices, so that each device gets its chunks of `layouts.zigzag`."""
     return _moved(x, axis_name, axis, lambda chunk, n: (chunk // 2, min(chunk, 2 * n - 1 - chunk)))
 
 
@@ -78,7 +78,7 @@ def from_zigzag(x: Array, axis_name: str, axis: int) -> Array:
 
 
 def _moved(x: Array, axis_name: str, axis: int, route: Callable) -> Array:
-    # The even-numbered chunks all go to different devices, and so do the odd-numbered chunks.
+    # No device has two even-numbered or two odd-numbered chunks, so one `ppermute` moves each of the two sets.
     n, halves = lax.axis_size(axis_name), jnp.split(x, 2, axis)
     routes = ([route(chunk, n) for chunk in range(first, 2 * n, 2)] for first in (0, 1))
     return jnp.concatenate([lax.ppermute(half, axis_name, to) for half, to in zip(halves, routes)], axis)

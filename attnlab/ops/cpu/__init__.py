@@ -1,1 +1,1 @@
-"""Workarounds for XLA's CPU backend, one per file; a slow test of each fails once XLA no longer needs it."""
+"""Workarounds for XLA's CPU backend, one per file; each has a slow test that fails once XLA no longer needs it."""

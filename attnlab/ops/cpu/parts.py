@@ -1,4 +1,4 @@
-"""Compute a call in parts, a few examples and key heads at a time, for the reason in `plans`."""
+"""Compute a call in parts, a few examples and key heads at a time; `plans` says why."""
 
 import math
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from attnlab.types import Array
 
 
 def in_parts(fn: Callable, together: tuple[int, int], call: AttentionCall, *arrays: Array):
-    """Join fn(part, *arrays of the part) over parts of `together` examples and key heads, with their query heads.
+    """Call `fn(part, *arrays of the part)` for each part of `together` examples and key heads, and join the results.
 
     Args:
       fn: returns a tree of arrays `[examples, T, heads, ...]` and of numbers, which are summed.
-      together: divisors of the numbers of examples and of key heads.
+      together: (examples, key heads) of a part, divisors of their numbers; query heads go with their key heads.
       call: has arrays `[*batch, T, heads, ...]`.
       *arrays: `[*batch, T, H, ...]`.
     """

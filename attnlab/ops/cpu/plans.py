@@ -1,11 +1,11 @@
 """Parts of a call, and tiles of short sequences, whose scores stay in the CPU's caches.
 
-No issue in XLA's tracker; seen on jaxlib 0.10.2 by timing alone. A batch of products over all heads writes scores that
-do not fit the caches, while the scores of one head after another do. When the sizes below were fitted, XLA split a
-product of two large matrices among threads, but not a batch of small products, and it ran independent small products at
-the same time. Short sequences are therefore computed in unrolled blocks of few queries with all their keys, a few heads
-at a time. Long sequences are computed head by head, in loops over tiles of many queries, rather than in tiles of few
-queries of all heads.
+XLA's tracker has no issue for this; seen on jaxlib 0.10.2, by timing alone. A batch of products over all heads writes
+scores that do not fit the caches, while the scores of a single head do. When the sizes below were fitted, XLA split a
+product of two large matrices among threads, but not a batch of small products; it ran independent small products at the
+same time. Short sequences are therefore computed in unrolled blocks of few queries with all their keys, a few heads at
+a time. Long sequences are computed head by head, in loops over tiles of many queries, rather than all heads at a time
+in tiles of few queries.
 """
 
 import math
@@ -21,9 +21,9 @@ from attnlab.ops.schedule import CPU, Costs, runs
 from attnlab.types import Array
 
 ROWS = 512  # queries per tile from which XLA splits its products among threads
-# Short sequences, on two x86 cores with 1 MiB of L2 each: float32 and bfloat16, 64 features per head.
+# Fitted for short sequences, on two x86 cores with 1 MiB of L2 each: float32 and bfloat16, 64 features per head.
 LENGTH = 1024  # beyond this length loops are as fast and take less memory
-SCORES = 2**18  # in a block of queries with its keys, in all heads computed at a time
+SCORES = 2**18  # most scores of a block of queries with its keys, over all heads computed at a time
 UNROLLED = 16  # most products of scores to unroll; more would not fit the caches
 SHORT = Costs((64, 128, 256), SCORES, cached_scores=SCORES, uncached=1, comparing=1, per_tile=0, per_row=30)
 
@@ -31,7 +31,7 @@ SHORT = Costs((64, 128, 256), SCORES, cached_scores=SCORES, uncached=1, comparin
 def choose(call: AttentionCall, scheduled: Callable) -> tuple:
     """Return (tile sizes, block mask, `tiles` and `together` of a `blockwise.plans.TilePlan`) for a call.
 
-    `scheduled` is `schedule` with the arguments of the call, except costs.
+    `scheduled` is `schedule` with the call's arguments bound; it takes `costs` and `heads_per_step`.
     """
     can_be_cut = _can_be_cut(call)
     if max(call.lengths) <= LENGTH:
@@ -47,7 +47,7 @@ def choose(call: AttentionCall, scheduled: Callable) -> tuple:
 
 
 def mapped_at_once(plan, call: AttentionCall, is_mapped: bool, size: int) -> int:
-    """The number of calls of a plan, out of `size`, that `vmap` computes at a time."""
+    """How many of the `size` calls that `vmap` maps are computed at a time under a plan."""
     if plan.together is not None:
         return 1
     if plan.tiles is None:
@@ -58,7 +58,7 @@ def mapped_at_once(plan, call: AttentionCall, is_mapped: bool, size: int) -> int
 
 
 def _written_out(call: AttentionCall, block_sizes, block_mask: Array, can_be_cut: bool) -> tuple | None:
-    """Return (`tiles`, `together`) for unrolled tiles; None unless they are few and their scores fit the caches."""
+    """Return (`tiles`, `together`) for unrolled tiles; None unless they are few and the scores fit the caches."""
     if not isinstance(block_mask, np.ndarray) or block_sizes[0] >= ROWS:
         return None
     count, kv_heads = math.prod(size for size in call.batch if isinstance(size, int)), call.k.shape[-2]
@@ -82,7 +82,7 @@ def _largest_divisor(n: int, limit: int) -> int:
 
 
 def _can_be_cut(call: AttentionCall) -> bool:
-    """Whether a call may be computed in parts: without a bias or mods whose gradients heads share."""
+    """Whether a call may be computed in parts; not if parts would share the gradient of a bias or a score mod."""
     sizes, shared = (*call.batch, call.k.shape[-2]), jax.tree.leaves((call.bias, call.score_mods))
     return (
         not is_partitioned(call.q)

@@ -1,7 +1,7 @@
 """GELU, layer norm and RMS norm in float32 (float64 for float64), which store little for the gradient.
 
-In the backward pass XLA's CPU backend does not recompute a tanh or a mean, but stores an array of the size of the
-activations for each step of the formula (seen in jaxlib 0.10.2; no issue in XLA's tracker).
+For the backward pass, XLA's CPU backend does not recompute a tanh or a mean. It stores an array as large as the
+activations for each step of the formula (seen in jaxlib 0.10.2; XLA's tracker has no issue for this).
 """
 
 import functools

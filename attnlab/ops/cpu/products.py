@@ -1,8 +1,8 @@
 """Matrix products in the layouts and accumulation types for which XLA's CPU backend has fast kernels.
 
-No issue in XLA's tracker; jaxlib 0.10.2. The fast kernels do not cover xᵀ·g, the gradient of a kernel, which takes up
-to twice as long as x·w. bfloat16 products are converted to float32 unless their result is to be float32: then AMX and
-AVX512_BF16 compute them, but only in the forms x·y and x·yᵀ.
+Seen in jaxlib 0.10.2; XLA's tracker has no issue for this. The fast kernels do not cover xᵀ·g, the gradient of a weight
+matrix w, which takes up to twice as long as x·w. XLA converts the operands of bfloat16 products to float32, unless the
+result is float32: AMX and AVX512_BF16 then compute the product, but only in the forms x·y and x·yᵀ.
 """
 
 import math
@@ -18,11 +18,11 @@ from attnlab.ops.platforms import is_specified, platform_of
 
 
 def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_type=None):
-    """`jax.lax.dot_general` for flax's `dot_general=`: last axes of x times first axes of a kernel, no batch axes.
+    """`jax.lax.dot_general` for flax's `dot_general=`; on CPUs, fast for x's last axes times a kernel's first axes.
 
     On CPUs the gradient of the kernel, xᵀ·g, materializes the transpose of the narrower operand, because XLA's CPU
-    backend multiplies rows by columns at up to twice the speed of columns by columns. bfloat16 is accumulated in
-    float32, at twice the speed of float32. `jax.checkpoint` policies do not count this primitive as a dot product.
+    backend computes x·y up to twice as fast as xᵀ·y. Products of bfloat16 are accumulated in float32, and are twice as
+    fast as products of float32. `jax.checkpoint` policies do not count this primitive as a dot product.
     """
     ((x_axes, kernel_axes), (x_batch, _)) = dimension_numbers
     rank = len(x_axes)
@@ -59,7 +59,7 @@ def _on_cpu(x, y, *, axes):
         return _transposed(_on_cpu(_transposed(y), x, axes=(1, 0)))
     if x.dtype != jnp.bfloat16:
         return _lax_product(x, y, axes=axes)
-    # XLA has bfloat16 products of these two forms only: the barriers keep it from folding transposes into them.
+    # XLA has bfloat16 products of these two forms only: the barriers prevent it from folding transposes into products.
     x, y = lax.optimization_barrier((x, y))
     z = lax.dot_general(x, y, (((1,), (axes[1],)), ((), ())), preferred_element_type=jnp.float32)
     return lax.optimization_barrier(z.astype(jnp.bfloat16))
@@ -72,7 +72,7 @@ def _transposed(x):
 def exchanged(x, axis: int):
     """Exchange `axis` of x, counted from the end, and the next axis, in row-major order, for CPUs.
 
-    Adds an axis on the way, because XLA turns a plain transpose into a layout for which it has no bfloat16 products.
+    Adds an axis temporarily, because XLA turns a plain transpose into a layout for which it has no bfloat16 products.
     """
     *outer, rows, columns = x.shape[: x.ndim + axis + 2]
     inner = x.shape[x.ndim + axis + 2 :]
@@ -92,8 +92,8 @@ def _batched(operands, batch_axes, *, axes):
     return jax.vmap(lambda x, y: _lax_product(x, y, axes=axes), batch_axes)(*operands), 0
 
 
-# A primitive, because with custom_jvp a cotangent of a float32 sum would not stay bfloat16. The lowering chooses the
-# layout for CPUs, because a program traced on a CPU may be compiled for another platform.
+# A primitive, because with custom_jvp the cotangent of a float32 sum would not stay bfloat16. The layout for CPUs is
+# chosen when the primitive is lowered, because a program traced on a CPU may be compiled for another platform.
 _product_p = Primitive("matrix_product")
 _product_p.def_impl(jax.jit(_on_cpu, static_argnames="axes"))
 _product_p.def_abstract_eval(

@@ -1,8 +1,8 @@
-"""Slices of bfloat16 arrays, moved as integers, for CPUs.
+"""Slice and stack bfloat16 arrays as integers, for CPUs.
 
-No issue in XLA's tracker; jaxlib 0.10.2. XLA's CPU backend has no slices of bfloat16: it converts the *whole* array to
-float32 to read a part of it, and back to write one. A loop over layers would convert the stored values of all layers
-for each layer, and a loop over blocks would convert all blocks for each block. Integers are moved without conversion.
+Seen in jaxlib 0.10.2; XLA's tracker has no issue. XLA's CPU backend cannot slice bfloat16: it converts the *whole*
+array to float32 to read a part, and also back to write a part. A loop over layers would convert the values stored for
+all layers in each layer; a loop over blocks, all blocks in each block. Integers are moved without conversion.
 """
 
 import functools

@@ -1,9 +1,9 @@
-"""Attention with any mask and score mod on NVIDIA's Hopper GPUs, in Pallas' Mosaic GPU.
+"""Attention on NVIDIA's Hopper GPUs, in Pallas' Mosaic GPU, with masks and score mods compiled into the kernels.
 
 The formulas are in `attnlab.ops.blockwise`: a running max and sum in the forward pass, and a backward pass that
 recomputes the scores of each tile, once for dq and once for dk and dv. `schedule` lists the 128 × 128 tiles that have a
 visible pair; `programs` turns masks and score mods into functions of a tile; `kernels` has the three loops over tiles,
-one line per term of the formulas; `passes` has their derivative and `vmap`.
+with a line for each term of the formulas; `passes` has the derivative and `vmap` rules.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from attnlab.ops.schedule import EMPTY, FULL, PARTIAL, block_masks, visit_order
 from attnlab.ops.tiles import WHOLE, padded
 
 PLATFORM = "gpu"
-_interpreter = []  # parameters, innermost last
+_interpreter = []  # the parameters of each `interpreted` context, innermost last
 
 
 @contextlib.contextmanager
 def interpreted(detect_races: bool = False) -> Iterator[None]:
     """Context in which `impl="mosaic"` runs on CPUs, in JAX's interpreter of GPU kernels: slow, for numerical tests.
 
-    Barriers are threads, so with fewer than 16 processors set NPROC=16 in the environment.
+    Barriers block JAX's threads, so set NPROC=16 in the environment if there are fewer than 16 processors.
     """
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
@@ -49,7 +49,7 @@ def is_interpreted() -> bool:
 def untried(call: AttentionCall) -> str | None:
     """The reason why "auto" leaves a call to other backends, or None.
 
-    On Hopper a recorded run has passed its checks: docs/benchmarks/nvidia-h100-80gb-hbm3.json.
+    None on Hopper GPUs, where a recorded run passed the checks: docs/benchmarks/nvidia-h100-80gb-hbm3.json.
     """
     is_known = is_interpreted() or is_hopper(call.q, call.k, call.v)
     return None if is_known else "whether the GPU is a Hopper is unknown: it runs only if named"
@@ -97,7 +97,7 @@ def _attend(call: AttentionCall, interpret) -> Result:
     from attnlab.ops.mosaic.kernels import KernelPlan
 
     (mask, mask_arrays), (mod, mod_arrays) = programs.mask_program(call), programs.mod_program(call)
-    # A mod's operand along keys has a gradient for each query head, so each query head gets its own keys.
+    # A mod's learned operand along keys has a gradient per query head, so each query head gets its copy of the keys.
     is_apart = mod is not None and any(x.is_learned and x.along == "keys" for x in mod.operands)
     lists = _lists(call, call.num_heads if is_apart else call.k.shape[-2])
     group = call.num_heads // call.k.shape[-2]
@@ -127,12 +127,12 @@ def _attend(call: AttentionCall, interpret) -> Result:
 
 
 def _lists(call: AttentionCall, kv_heads: int) -> tuple:
-    """For blocks of queries and for blocks of keys: the tiles to visit, `[*batch or 1s, heads or 1, n, m]`, and the
-    numbers of FULL tiles and of tiles that are not EMPTY, `[..., n, 2]`."""
+    """Return, for blocks of queries and then for blocks of keys, (tiles to visit, `[*batch or 1s, heads or 1, n, m]`;
+    how many are FULL and how many are not EMPTY, `[..., n, 2]`)."""
     kinds = block_masks(call.mask, call.lengths, (TILE, TILE), **call.coordinates)
     kinds = kinds.reshape(*(1,) * (len(call.batch) + 3 - kinds.ndim), *kinds.shape) if call.batch else kinds[0]
     key_kinds = kinds.swapaxes(-1, -2)
-    if key_kinds.shape[-3] > kv_heads:  # tiles that any query head of a key head visits
+    if key_kinds.shape[-3] > kv_heads:  # visit every tile that any query head of a key head visits
         key_kinds = key_kinds.reshape(*key_kinds.shape[:-3], kv_heads, -1, *key_kinds.shape[-2:])
         is_empty, is_full = (key_kinds == EMPTY).all(-3), (key_kinds == FULL).all(-3)
         key_kinds = jnp.where(is_empty, EMPTY, jnp.where(is_full, FULL, PARTIAL))

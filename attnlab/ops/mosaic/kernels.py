@@ -1,7 +1,7 @@
 """The kernels: for each block of rows, two warpgroups compute 64 rows each, and a third streams tiles by TMA.
 
-All kernels walk one list of 128 × 128 tiles, FULL tiles first; a kernel with narrower tiles visits each in parts.
-No two programs add to the same result, so sums have a fixed order and equal inputs give equal bits.
+Each block has a list of 128 × 128 tiles, FULL tiles first; a kernel with narrower tiles visits each of them in parts.
+No two blocks add to the same result, so sums have a fixed order and equal inputs give equal bits.
 """
 
 import functools
@@ -19,8 +19,8 @@ from attnlab.ops.mosaic.programs import LOG2E, ROWS, TILE, Program, evaluate, wi
 
 GROUPS = TILE // ROWS  # warpgroups that compute
 WGMMA = mg.Layout.WGMMA
-LOWEST = float(np.finfo(np.float32).min)  # a running max that no score undercuts; LOWEST − LOWEST is 0
-# By features per head, for the forward pass, dq, and dk with dv: columns per tile, tiles in flight (on an H100).
+LOWEST = float(np.finfo(np.float32).min)  # the first running max: no finite score is lower, and LOWEST − LOWEST is 0
+# By features per head: (columns per tile, tiles in flight) of the forward, dq and dk/dv kernels, on an H100.
 TILES = {64: ((128, 3), (128, 2), (64, 3)), 128: ((128, 2), (64, 2), (64, 2))}
 
 
@@ -45,30 +45,30 @@ class KernelPlan(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """The factor from scores to exponents of 2; mods take scores in logits."""
+        """The factor from scores to exponents of 2; it includes `scale` unless the scores are scaled already."""
         return LOG2E * (1.0 if self.mod or self.scale <= 0 else self.scale)
 
     @property
     def per_logit(self) -> float:
-        """The unit of a row's max: logits after a mod, else exponents of 2.
+        """The unit of a row's max, per logit: 1 with a mod, otherwise log₂ e, for a max in exponents of 2.
 
         A mod can return scores of any size, such as −1e30 instead of a mask. In logits, a score minus the row's max is
-        exact; a max in exponents is rounded, and 2 to the power of that rounding error can overflow. Without a mod,
-        scores are products, and a max in exponents saves one operation per pair; it would overflow beyond 2³⁰.
+        exact. A max in exponents is rounded, and 2 to the power of the rounding error can overflow. Without a mod,
+        this would take a score beyond 2³⁰ in exponents, and a max in exponents saves one operation per pair.
         """
         return 1.0 if self.mod else LOG2E
 
     def maximum(self, scores):
-        """The max of each row of scores."""
+        """The max of each row of scores, in the unit of `per_logit`."""
         largest = scores.max(axis=1)
         return largest if self.mod else largest * self.unit
 
     def power(self, scores, maximum):
-        """e^(logit − maximum) for scores, or a row's max, and maxima of the same shape."""
+        """e^(logit − max) for scores and their rows' maxima, in the same shape."""
         return jnp.exp2((scores - maximum) * self.unit if self.mod else scores * self.unit - maximum)
 
     def shrink(self, before, after):
-        """The factor that rescales the sums of a row after its max has changed."""
+        """The factor that rescales the sums of a row when its max changes from `before` to `after`."""
         return jnp.exp2((before - after) * LOG2E if self.mod else before - after)
 
     @property
@@ -78,7 +78,7 @@ class KernelPlan(NamedTuple):
         return tuple(n for n, x in enumerate(operands) if x.is_learned)
 
     def learned_of(self, keys: bool) -> tuple[int, ...]:
-        """The `learned` operands whose gradients the pass over keys, or over queries, sums."""
+        """The `learned` operands whose gradients `backward_keys` sums if `keys`, otherwise `backward_queries`."""
         return tuple(n for n in self.learned if (self.mod.operands[n].along == "keys") == keys)
 
 
@@ -126,7 +126,7 @@ class _Tile(NamedTuple):
         return lax.cond(is_partial, select, lambda x: x, x)
 
     def modified(self, scores):
-        """The scores that enter the softmax."""
+        """The scores after the score mods, before the mask."""
         scores = self._scaled(scores)
         if self.plan.mod is None:
             return scores
@@ -153,7 +153,7 @@ class _Tile(NamedTuple):
         d_scores, d_learned = pull(d)
         if self.plan.mod is None:
             return d_scores, []
-        # A mod may have no derivative at masked pairs.
+        # At masked pairs a mod's derivative may be NaN, even times 0.
         d_learned = [self.masked(d_learned[n], 0.0, is_partial).sum(axis=1) for n in at]
         return self.masked(d_scores, 0.0, is_partial), d_learned
 
@@ -200,7 +200,7 @@ def _tiled(shape, dtype):
 
 
 def _store(results, me, b, h, rows) -> None:
-    """Write a warpgroup's rows of each result: (value, its buffer, reference to `[B, T, H, D]` or `[B, H, T]`)."""
+    """Write warpgroup `me`'s rows of each result: (value, buffer, reference to `[B, T, H, D]` or `[B, H, T]`)."""
     for x, smem, _ in results:
         smem.at[me][...] = x
     mg.commit_smem()
@@ -221,16 +221,16 @@ def _streamed(count, stages: int, consumed, fetch: Callable) -> None:
         waits = [functools.partial(mg.barrier_wait, barrier.at[slot]) for barrier in consumed]
         fetch(step + stages, slot, waits)
 
-    @pl.loop(jnp.maximum(count - stages, 0), count)  # no barrier may end with a phase that was not awaited
+    @pl.loop(jnp.maximum(count - stages, 0), count)  # each phase of a barrier must be awaited
     def _(step):
         for barrier in consumed:
             mg.barrier_wait(barrier.at[lax.rem(step, stages)])
 
 
 class _List(NamedTuple):
-    """The tiles that a block of rows visits, in `parts` steps per tile, for `heads` heads one after another."""
+    """The tiles that a block of rows visits, in `parts` steps per tile, once for each of `heads` heads."""
 
-    refs: tuple  # columns `[B or 1, H or 1, n, m]`, counts `[B or 1, H or 1, n, 2]` of FULL and of not EMPTY
+    refs: tuple  # columns `[B or 1, H or 1, n, m]`, counts `[B or 1, H or 1, n, 2]` of FULL and not EMPTY tiles
     at: tuple
     parts: int
     heads: int = 1
@@ -260,7 +260,7 @@ class _List(NamedTuple):
 
 
 def forward(plan: KernelPlan, q, k, v, sinks, lists, operands):
-    """Return (out `[B, T, H, D]`, max in `plan.per_logit` and sum `[B, H, T]`)."""
+    """Return (out `[B, T, H, D]`, max `[B, H, T]` in the unit of `plan.per_logit`, sum `[B, H, T]`)."""
     batch, length, heads, size = q.shape
     columns, stages = TILES[size][0]
     shape, blocks = (ROWS, columns), length // TILE
@@ -269,7 +269,7 @@ def forward(plan: KernelPlan, q, k, v, sinks, lists, operands):
         *refs, o_ref, m_ref, l_ref, buffers, barriers = rest
         (qo_smem, k_smem, v_smem, m_smem, l_smem), (q_in, k_in, v_in, k_out, v_out, turn) = buffers, barriers
         b, h, i, me = (lax.axis_index(name) for name in ("b", "h", "i", "wg"))
-        i = blocks - 1 - i  # the longest lists of a causal mask first
+        i = blocks - 1 - i  # start with the longest lists of a causal mask
         tiles = _List.of((columns_ref, counts_ref), b, h, i, TILE // columns)
         count = tiles.steps
 
@@ -349,7 +349,7 @@ def forward(plan: KernelPlan, q, k, v, sinks, lists, operands):
 
 
 def _fetch_keys(refs, buffers, barriers, b, kv_head, tiles: _List, columns: int) -> Callable:
-    """Return the `fetch` of `_streamed` for keys and values."""
+    """Return a `fetch` for `_streamed` that copies keys and values."""
 
     def fetch(step, slot, waits):
         keys = pl.ds(tiles.start(step), columns)
@@ -367,7 +367,7 @@ def _kernel(plan: KernelPlan, name: str, body: Callable, out_type, grid: tuple[i
         body,
         out_type=out_type,
         grid=grid,
-        grid_names=("b", "h", "i"),  # the last one varies fastest
+        grid_names=("b", "h", "i"),  # the last axis varies fastest
         num_threads=GROUPS + 1,
         thread_name="wg",
         scratch_types=scratch,
@@ -377,7 +377,7 @@ def _kernel(plan: KernelPlan, name: str, body: Callable, out_type, grid: tuple[i
 
 
 def backward_queries(plan: KernelPlan, q, k, v, do, m, delta, lists, operands):
-    """Return (dq, row sums `[B, H, T]` of gradients of `learned` operands not along keys); m in `forward`'s unit."""
+    """Return (dq, sums `[B, H, T]` of gradients of `learned` operands not along keys); m is as in `forward`."""
     batch, length, heads, size = q.shape
     columns, stages = TILES[size][1]
     shape, blocks, learned = (ROWS, columns), length // TILE, plan.learned_of(keys=False)
@@ -443,7 +443,7 @@ def backward_queries(plan: KernelPlan, q, k, v, do, m, delta, lists, operands):
 
 
 def backward_keys(plan: KernelPlan, q, k, v, do, m, delta, lists, operands):
-    """Return (dk, dv, row sums `[B, Hk, Tk]` of gradients of `learned` operands along keys); m in `forward`'s unit."""
+    """Return (dk, dv, sums `[B, Hk, Tk]` of gradients of `learned` operands along keys); m is as in `forward`."""
     (batch, length, kv_heads, size), group = k.shape, plan.group
     columns, stages = TILES[size][2]
     shape, blocks, learned = (ROWS, columns), length // TILE, plan.learned_of(keys=True)

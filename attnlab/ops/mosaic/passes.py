@@ -1,4 +1,4 @@
-"""The passes over arrays with one batch axis, `[B, T, H, D]`: their derivative and `vmap`."""
+"""The derivative and `vmap` rules of the kernels, for arrays with one batch axis, `[B, T, H, D]`."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def _mapped(plan: KernelPlan, run: Callable, batched: tuple, others: tuple):
     """Call run(plan, *batched, *others) with a `vmap` rule that merges the mapped axis into the batch.
 
     Args:
-      batched: arrays with an entry for each example; the first axis of `others` may be 1.
+      batched, others: arrays whose first axis is the batch; in `others` its size may be 1.
     """
 
     @custom_vmap
@@ -48,7 +48,7 @@ def _refuse(*_):
     raise ValueError("impl = 'mosaic' has no derivatives of second order: use impl='dense'")
 
 
-# A derivative rule of the passes themselves, because JAX's own error would not say this.
+# This rule exists only for its message: JAX's own error would not name an alternative.
 _once = jax.custom_jvp(_mapped, nondiff_argnums=(0, 1))
 _once.defjvp(_refuse)
 
@@ -59,8 +59,8 @@ def attention(plan: KernelPlan, q, k, v, sinks, learned: list[Array], fixed: lis
 
     Args:
       sinks: `[B or 1, H]`; zeros if the plan has none.
-      learned, fixed: the programs' operands that have gradients, and all operands.
-      lists: the tiles that each block of queries visits, and each block of keys; see `kernels`.
+      learned, fixed: the programs' operands that have gradients; all operands, some replaced by `learned`.
+      lists: the tiles that each block of queries visits, and that each block of keys visits; see `kernels`.
     """
     out, log_sums, _ = _run(plan, q, k, v, sinks, learned, fixed, lists)
     return out, log_sums
@@ -119,7 +119,7 @@ def _normalized(m: Array, total: Array, per_logit: float) -> tuple[Array, Array]
 
 
 def _like(x: Array, operand: Array) -> Array:
-    """Sum `[B, H, T]` over the axes that an operand lacks or that have one entry in it."""
+    """Sum `[B, H, T]` over the axes that the operand lacks or has with size 1."""
     x = x if operand.ndim == 3 else x.sum(-1)
     return x.sum([n for n in (0, 1) if operand.shape[n] == 1], keepdims=True)
 

@@ -1,7 +1,7 @@
-"""Masks and score mods as programs inside a kernel: elementwise functions of a tile and of operands that it loads.
+"""Masks and score mods as programs inside a kernel: elementwise functions of a tile and of arrays the kernel loads.
 
-A mask or score mod is traced once per tile shape, by its own `visible` or `apply`, on a tile that records which arrays
-are taken along which axes. So the same program serves tiles `[queries, keys]` and `[keys, queries]`.
+The mask's `visible` or the mod's `apply` is traced once per tile shape, on a tile that records which arrays are taken
+along which axes: the operands. Elementwise programs serve tiles `[queries, keys]` and `[keys, queries]` alike.
 """
 
 import functools
@@ -24,7 +24,7 @@ LOG2E = math.log2(math.e)
 TILE = 128  # queries and keys per tile of the schedule
 ROWS = 64  # rows per warpgroup
 
-# Primitives that Mosaic lowers elementwise, or `_lowered` rewrites so; all others count as mixing a tile's scores.
+# Primitives that Mosaic lowers elementwise, some after `_lowered` rewrites them. Programs with others are refused.
 _ELEMENTWISE = {
     *("add", "sub", "mul", "div", "rem", "max", "min", "neg", "abs", "sign", "square", "integer_pow", "sqrt", "rsqrt"),
     *("exp", "exp2", "log", "log2", "tanh", "and", "or", "not", "xor", "eq", "ne", "lt", "le", "gt", "ge"),
@@ -42,9 +42,9 @@ class Operand(NamedTuple):
     """How a kernel loads an array for a tile.
 
     Attributes:
-      along: "queries" or "keys", `[*batch or 1s, H or 1, length]`; "", one number per head, `[*batch or 1s, H or
-        1]`; or "blocks", `[*batch or 1s, H or 1, blocks of queries, Tk]`.
-      rows: queries per block.
+      along: "queries" or "keys" for `[*batch or 1s, H or 1, length]`; "" for one number per head, `[*batch or 1s, H
+        or 1]`; "blocks" for `[*batch or 1s, H or 1, blocks of queries, Tk]`.
+      rows: queries per block, for "blocks".
       is_learned: whether it is a floating array of a score mod.
     """
 
@@ -54,7 +54,7 @@ class Operand(NamedTuple):
 
 
 class Program(NamedTuple):
-    """`trace(shape)` is the program for tiles of a shape, taking `(query index, key index, [scores,] *operands)`."""
+    """`trace(shape)` returns a jaxpr of `(query index, key index, [scores,] *operands)` for tiles of that shape."""
 
     trace: Callable
     operands: tuple[Operand, ...]
@@ -135,7 +135,7 @@ def with_pullback(trace: Callable, shape: tuple[int, int], learned: tuple[int, .
 
 
 class _Handle:
-    """An array of a mask or mod while it is traced; taken along axes of the scores, it becomes an operand."""
+    """Stands for an array of a mask or mod during tracing; taken along axes of the scores, it becomes an operand."""
 
     def __init__(self, array, index=()):
         self.array, self.index, self.tile = array, index, None
@@ -168,7 +168,7 @@ def _with_handles(node):
 
 
 class _Tile:
-    """A tile that records what is taken from it, with the coordinates of `attnlab.ops.tiles.Tile`."""
+    """A stand-in for `attnlab.ops.tiles.Tile` that records the arrays taken along its axes as operands."""
 
     def __init__(self, call: AttentionCall, shape, q, k, scores=None, values=None):
         self.call, self.shape, self.scores, self.values = call, shape, scores, values
@@ -221,9 +221,9 @@ class _Tile:
         return self._operand((id(x.array), size), of_keys, "blocks", size) != 0
 
     def apply(self, fn, coordinates, arrays, kind):
-        """Apply a function of scalars at all points; its arrays may be indexed only by coordinates.
+        """Apply a function of scalars at all points; it may index its arrays only by coordinates and numbers.
 
-        A first call at one point finds its operands, whose scalars are then arguments of the function, too.
+        While operands are recorded, a first call at one point finds them; their scalars are then further arguments.
         """
 
         def at_point(coordinates, operand: Callable):
@@ -247,7 +247,7 @@ class _Tile:
         return result
 
     def indexed(self, handle: _Handle):
-        """The operand for an array indexed by `[example or a number, head, query or key]`, in any order."""
+        """The operand for an array indexed by example, head, query or key (not both), and numbers, in any order."""
         names = {id(x): name for name, x in zip("bhqk", self.coordinates)}
         index = [names.get(id(x), x) for x in handle.index]
         if any(not isinstance(x, str | int | np.integer) for x in index):
@@ -285,7 +285,7 @@ class _Tile:
         return (1,) * len(self.call.batch)
 
     def _with_lead(self, x, rank):
-        """Add to x the axes of `[*batch or 1s, H or 1, …]` that it lacks before its last `rank`, and the head axis."""
+        """Add the axes that x lacks to get `[*batch or 1s, H or 1, …]`, with `rank` axes from the head axis on."""
         if x.ndim == rank - 1:
             x = x[None]
         return x if x.ndim == rank + len(self.call.batch) else x.reshape(*self._ones, *x.shape)
@@ -408,5 +408,5 @@ def _as_integer(x):
 
 
 def tanh(x):
-    """tanh to within float32 rounding of 1; the device's own tanh costs several times as much."""
+    """tanh with the absolute error of rounding 1 to float32; the device's own tanh takes several times as long."""
     return 1 - 2 / (jnp.exp2(x * (2 * LOG2E)) + 1)

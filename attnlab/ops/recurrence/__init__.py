@@ -1,8 +1,8 @@
 """The linear recurrence that linear attention, Mamba-2, GLA, DeltaNet and their relatives have in common.
 
 Files: `terms` and `call` (the arrays of a call), `recurrent` (the specification), `chunked` (for CPUs), `parallel`
-(for accelerators), `jla` (kernels of another library), `decays`, `by_feature`, `substitution` and `products` (the parts
-of a chunk), `segments` (states of packed sequences), `devices` (sequences split over devices).
+(for accelerators), `jla` (kernels of jax-linear-attention), `decays`, `by_feature`, `sums`, `substitution`, `products`
+(arithmetic within a chunk), `segments` (states of packed sequences), `devices` (sequences split over devices).
 """
 
 import functools
@@ -22,11 +22,11 @@ from attnlab.ops.recurrence.call import RecurrenceCall
 from attnlab.ops.recurrence.terms import Terms, fitting, scaled, starts_of, terms_of, within_lengths
 from attnlab.types import Array
 
-# In the order in which "auto" prefers them; `call` defines a backend.
+# In the order in which "auto" prefers them; `call` says what a backend is.
 _BACKENDS = {"recurrent": recurrent, "jla": jla, "parallel": parallel, "chunked": chunked}
-# Tokens per chunk. With decays by feature, each halving of a chunk takes further products: on two EPYC cores, gradients
-# in chunks of 16 tokens take 0.71 to 0.93 of the time in chunks of 32 (0.87 and 1.07 without erasure). In November 2026
-# chunks of 128 took four times as long as chunks of 64 on an H100.
+# Tokens per chunk. With decays by feature, each halving of a chunk adds products: on two EPYC cores, gradients with
+# chunks of 16 tokens take 0.71 to 0.93 times as long as with chunks of 32 (0.87 and 1.07 times without erasure). On an
+# H100, "parallel" with chunks of 128 took four times as long as with chunks of 64 (November 2026).
 CHUNKS = {"chunked": 32, "parallel": 64}
 _BY_FEATURE = 16  # for "chunked" with decays by feature
 
@@ -48,12 +48,12 @@ def linear_recurrence(
     impl: str = "auto",
     chunk_size: int | None = None,
 ):
-    """The linear recurrence S_t = (I − e_t r_tᵀ) diag(exp g_t) S_{t−1} + k_t v_tᵀ, read by o_t = scale · q_tᵀ S_t.
+    """The linear recurrence S_t = (I − e_t r_tᵀ) diag(exp g_t) S_{t−1} + k_t v_tᵀ, with output o_t = scale · q_tᵀ S_t.
 
     It is the causal core of linear attention and RetNet (e = 0, g fixed), Mamba-2 (g per head), GLA (g per feature),
     DeltaNet and Gated DeltaNet (`beta`), Kimi Delta Attention (`beta`, g per feature) and RWKV-7 (`erase`): see
-    docs/guide/mixers.md. There is no feature map and no normalization; `linear_attention` has both. The
-    computation is in float32 (float64 for float64), except products of "parallel"; time and memory are linear in T.
+    docs/guide/mixers.md. There is no feature map and no normalization; `linear_attention` has both. It computes in
+    float32 (float64 for float64), except for products of "parallel" and "jla". Time and memory are linear in T.
 
     Args:
       q: `[..., T, HQ, K]`.
@@ -70,19 +70,19 @@ def linear_recurrence(
       state: `[..., HV, K, V]`, before the first token; None for zeros.
       return_state: True also returns the last state; "segments" returns the last state of each segment, in order, and
         needs `segment_ids` that are not traced.
-      impl: "chunked", one chunk after another; "parallel", all chunks at once except their states, with product
-        operands of the type of q, k and v; "recurrent", the specification, which stores a state for each token when
-        differentiated; "jla", the kernels of jax-linear-attention on a Hopper GPU; "auto", "recurrent" for a few
-        tokens, else "parallel" on GPUs and TPUs, "chunked" on CPUs.
+      impl: "chunked", one chunk after another; "parallel", all chunks at once except their states, in products of
+        operands in the type of q, k and v; "recurrent", the specification, which stores a state per token for the
+        gradient; "jla", the kernels of jax-linear-attention on a Hopper GPU; "auto", "recurrent" for a few tokens,
+        otherwise "parallel" on GPUs and TPUs and "chunked" on CPUs.
       chunk_size: tokens per chunk; None for 32 ("chunked"; 16 if g is by feature) or 64 ("parallel").
 
     Returns:
       `[..., T, max(HQ, HV), V]` in v's type. With return_state also the state `[..., HV, K, V]`, float32 or float64;
-      with "segments" `[..., S, HV, K, V]`, where S is the most segments of a sequence and missing segments are zeros.
+      with "segments" `[..., S, HV, K, V]`, where S is the most segments in a sequence; missing segments have zeros.
 
     Raises:
       ValueError: shapes, types or values do not fit.
-      TypeError: "chunked" and "parallel" have no forward-mode derivatives.
+      TypeError: an unknown argument; a forward-mode derivative of "chunked" or "parallel", which have none.
 
     >>> q, k = jax.random.normal(jax.random.key(0), (2, 1, 100, 4, 8))
     >>> k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
@@ -125,7 +125,7 @@ def _recur(q, k, v, g, beta, erase, scale, segment_ids, lengths, state, *, impl,
     if return_state == "segments":
         if split is not None:
             raise ValueError("return_state='segments' needs whole sequences, but context_parallel splits this one")
-        if entering is None:  # as one chunk
+        if entering is None:  # treat the sequence as one chunk
             entering, size = state[None], max(1, terms.v.shape[-3])
         return out, segments.states(terms, segment_ids, lengths, entering, size)
     return (out, last) if return_state else out
@@ -151,7 +151,7 @@ def _prepared(q, k, v, g, beta, erase, scale, segment_ids, lengths, state):
         before = devices.from_before(split, segment_ids[..., -1:], segment_ids[..., :1]) if is_shard else None
         terms = terms._replace(starts=starts_of(segment_ids, before))
     terms = within_lengths(terms, lengths, devices.index(split) * length if is_shard else 0)
-    # Scaled only after padding is 0, because 0 · NaN would reach the derivative of the scale.
+    # Scale q only after zeroing padding, because a NaN there, even times 0, would reach the gradient of the scale.
     # Within `shard_map`, loops need all arrays to vary over the same axes.
     return *meshes.equally_varying((scaled(terms, scale), state.astype(terms.v.dtype))), split
 

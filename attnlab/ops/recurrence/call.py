@@ -13,7 +13,7 @@ from attnlab.types import DType
 
 
 class RecurrenceCall(NamedTuple):
-    """The arrays of a call and where they are.
+    """The arrays of a call and where it runs.
 
     Attributes:
       terms: the arrays with heads repeated and q scaled, in float32 or wider.

@@ -1,14 +1,14 @@
 """The linear recurrence chunk by chunk: products within a chunk, and one state from chunk to chunk.
 
-Within a chunk, let W be the erased rows, w_t = r_tᵀ diag(exp g_t) S_{t−1}, and P^{ab} the scores
-a_t·b_j·exp(G_t − G_j). With S the state before the chunk and r', q' decayed up to their token (Yang et al. 2024, 2025),
+Within a chunk, let W be the erased rows, w_t = r_tᵀ diag(exp g_t) S_{t−1}, G the running sums of g, and P^{ab} the
+scores a_t·b_j·exp(G_t − G_j). With S the state before the chunk, and r', q' decayed from there to their tokens,
 
     (I + P^{re}) W = r' S + P^{rk} V,       O = q' S + P^{qk} V − P^{qe} W
 
-where P^{re} and P^{rk} have the pairs j < t, P^{qk} and P^{qe} the pairs j ≤ t. In the delta rule e = βk and r = k, so
-a single unknown U = V − W needs only two sets of scores: (I + P^{kk} β) U = V − k' S.
+where P^{re} and P^{rk} contain the pairs j < t, P^{qk} and P^{qe} the pairs j ≤ t (Yang et al. 2024, 2025). In the
+delta rule e = βk and r = k, so one unknown, U = V − W, and two sets of scores are enough: (I + P^{kk} β) U = V − k' S.
 
-A chunk is an affine map of the state: S becomes M S + N. `summary` is that map for any number of tokens.
+A chunk is an affine map of the state: S becomes M S + N. `summary` computes that map for any number of tokens.
 """
 
 import functools
@@ -44,9 +44,9 @@ def run(terms: Terms, state, size: int):
 
 
 def summary(run: Callable, terms: Terms, size: int):
-    """Return (M `[..., H, K, K]`, N `[..., H, K, V]`) such that T tokens map a state S to M S + N, by `run`.
+    """Return (M `[..., H, K, K]`, N `[..., H, K, V]`) such that T tokens map a state S to M S + N, using `run`.
 
-    Columns of a state do not mix, so M is the state after tokens that start from the identity and write nothing.
+    Columns of a state do not mix, so M is the final state when tokens start from the identity and write nothing.
     """
     *batch, _, heads, features = terms.k.shape
     shape = (*batch, heads, features, terms.v.shape[-1])
@@ -57,7 +57,7 @@ def summary(run: Callable, terms: Terms, size: int):
 
 
 def with_finite_logs(terms: Terms) -> Terms:
-    """The terms with segment starts as decays to 0, and no log so low that sums or products with 0 would be NaN."""
+    """The terms with segment starts as decays to 0, and logs bounded below: −∞ would become NaN in products with 0."""
     g, starts = terms.g, terms.starts
     if starts is not None:
         starts = starts[..., None, None]
@@ -97,7 +97,7 @@ def _forward(chunks, state):
 
 
 def _backward(residuals, cotangents):
-    """Go from the last chunk to the first, and recompute each from the state before it, the only thing stored."""
+    """Go from the last chunk to the first, and recompute each from its inputs and the stored state before it."""
     chunks, entering = residuals
     d_out, d_last, d_entering = cotangents
 

@@ -1,8 +1,8 @@
 """Decays within a chunk, as factors of products: none, one per head, or one per feature of the keys.
 
 The decay between two tokens is the exponential of a sum of logs, each at most 0, over the tokens between them. A
-difference of two running sums would be cheaper but wrong: it loses digits to the sum before both tokens, and all of
-them after a token that resets the state.
+difference of two running sums would be cheaper but wrong: it loses digits if the sum before both tokens is large, and
+all digits after a token that resets the state.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class Decays(NamedTuple):
         return self.from_start(rows @ state[..., None, :, :])
 
     def write(self, state, *writes):
-        """The state after the chunk, `[..., K, V]`: the entering state plus keys `[..., C, K]`ᵀ values of each pair."""
+        """The state after the chunk, `[..., K, V]`: the entering state plus keysᵀ·values of `writes`, all decayed."""
         state = state if self.g is None else state * self.whole[..., None]
         for keys, values in writes:
             keys, values = (self.to_end(keys), values) if self._by_feature else (keys, self.to_end(values))
@@ -39,7 +39,7 @@ class Decays(NamedTuple):
         return state
 
     def from_start(self, rows):
-        """Decay rows `[..., H, R, C, F]` from before the chunk to their tokens; F is K, or any for decays per head."""
+        """Decay rows `[..., H, R, C, F]` from the chunk's start to their tokens; F is K if decays are by feature."""
         if self.g is None:
             return rows
         return rows * jnp.exp(over(jnp.tri(self.g.shape[-2]), self.g))[..., None, :, :]
@@ -60,7 +60,7 @@ class Decays(NamedTuple):
 
         Args:
           rows: `[..., H, R, C, K]`, R sets of rows.
-          columns: `[..., H, N, K]`, whole sets of C columns, one after another.
+          columns: `[..., H, N, K]`, N / C sets of C columns, one after another.
 
         Returns:
           `[..., H, R, C, N]`, 0 for other pairs.

@@ -1,7 +1,7 @@
 """The linear recurrence over a sequence that `attnlab.context_parallel` splits over devices.
 
 Each device summarizes its tokens as an affine map of the state (`chunked.summary`). All devices gather the maps, whose
-size does not depend on the length. Each composes the maps of earlier tokens to get its initial state.
+size does not depend on the length. Each applies the maps of the devices before it to get its initial state.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from attnlab.ops.recurrence.terms import Terms
 
 
 def over_devices(run: Callable, call: ShardedCall, terms: Terms, state, size: int):
-    """Return (outputs `[..., T, H, G, V]`, last state `[..., H, K, V]`) of the whole call or of a shard, by `run`."""
+    """Return (outputs `[..., T, H, G, V]`, last state `[..., H, K, V]`) of the whole call or a shard, using `run`."""
     axis = call.context.axis
 
     def run_shard(terms, state):

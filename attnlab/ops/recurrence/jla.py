@@ -2,8 +2,8 @@
 
 On CPUs the library's portable form runs instead, for tests. Compared with the specification (`check_recurrence`,
 bfloat16, 64 features), that form is correct except for the gradient of decays: where a token keeps e^−20 of the state,
-its error is 700 times the bound, from cancellation in differences of running sums. So this gradient is refused. attnlab
-has not run the kernels, so "auto" never chooses them.
+its error is 700 times the bound, from cancellation in differences of running sums. So this gradient is refused. The
+kernels have not been checked on a GPU, so "auto" never chooses them.
 """
 
 import jax
@@ -14,7 +14,7 @@ from attnlab.ops.recurrence.call import RecurrenceCall
 from attnlab.support.extras import reason_against_version
 
 VERSION = "0.1.0"
-# e^−60 is 0 beside any number that bfloat16 adds it to; the library's sums of −∞ would be NaN.
+# The lowest log of a decay: e^−60 is negligible in bfloat16, while −∞ would become NaN in the library's sums.
 LOWEST = -60.0
 _KINDS = {  # by the case and whether decays differ by feature
     ("no erasure", False): "simple_gla",
@@ -59,7 +59,7 @@ def run(call: RecurrenceCall, state):
     if terms.case == "general":
         e, r = (_flat(x, batch) for x in terms.erase)
         g = jnp.zeros_like(e) if g is None else jnp.broadcast_to(g, e.shape)
-        # The library's S becomes diag(exp w) S + b (aᵀ S) + k vᵀ.
+        # In the library, S becomes diag(exp w) S + b (aᵀ S) + k vᵀ.
         kind, gates = "rwkv7", {"w": g, "a": r * jnp.exp(g), "b": -e}
     else:
         kind = _KINDS[terms.case, by_feature]

@@ -1,15 +1,15 @@
 """The linear recurrence for accelerators: all chunks at once, and scans over states only.
 
-With S the state before a chunk, every member of the family is (with the terms, P, q' and r' of `chunked`)
+With S the state before a chunk, every case of the recurrence has the form (with P and q' as in `chunked`)
 
     X = U + W S,        O = q' S + P X,        S becomes a ∘ S + k'ᵀ X
 
-X is what the chunk writes, and k' its keys decayed to its end. U, W, P, q', k' and a do not depend on S, so they are
-batched products over all chunks. S takes two small products per chunk, for several groups of chunks at once. Without
-erasure, W is 0 and the scan is associative.
+X is what the chunk writes, k' are its keys decayed to its end, and a is its decay. U, W, P, q', k' and a do not depend
+on S, so batched products compute them for all chunks at once. S takes two small products per chunk, for several groups
+of chunks at once. Without erasure, W is 0 and an associative scan computes S.
 
 Products have operands of the inputs' type and sums in float32; decays, inverses and states are float32. The gradient
-recomputes everything: only the arrays of the call and its outputs are stored.
+recomputes everything: only the arrays of the call are stored.
 """
 
 import functools
@@ -37,7 +37,7 @@ class Inside(NamedTuple):
       k: k', `[n, ..., H, N, K]`.
       u: U, `[n, ..., H, N, V]`.
       w: W, `[n, ..., H, N, K]`; None for 0.
-      a: `[n, ..., H, K]`, or `[n, ..., H, 1]`; None for 1.
+      a: the decays of whole chunks, `[n, ..., H, K]` or `[n, ..., H, 1]`; None for 1.
     """
 
     q: Array
@@ -75,7 +75,7 @@ def run(terms: Terms, state, size: int, operand: DType):
 @functools.partial(jax.checkpoint, static_argnums=(2, 3, 4))
 def _run(terms, state, size, members, operand):
     time = state.ndim - 3
-    # The types of the arrays between products decide how many bytes a GPU moves, which is what takes its time.
+    # Round to the narrow type early: GPUs spend their time moving the arrays between products.
     narrow = {name: rounded(getattr(terms, name), operand) for name in ("q", "k", "v")}
 
     def in_groups(x):
@@ -118,7 +118,7 @@ def _general(terms, decays):
 
 
 def _scores(decays, sets, columns):
-    """`Decays.scores` of several sets of rows: with decays by feature they share factors, which are large."""
+    """`Decays.scores` of several sets of rows, at once with decays by feature, because they share large factors."""
     if decays.g is None or decays.g.shape[-1] == 1:
         return [decays.scores(rows, columns) for rows in sets]
     ends = [sum(x.shape[-3] for x in sets[: n + 1]) for n in range(len(sets) - 1)]
@@ -129,7 +129,7 @@ _CASES = {"no erasure": _plain, "symmetric": _symmetric, "general": _general}
 
 # -------------------------------------------------------------------------------------------------------------- states
 
-# Chunks per group, M. With erasure, n states take 2·M + n / M steps: all groups run at once from [I | 0], which gives
+# Chunks per group, M. With erasure, n chunks take 2·M + n / M steps: all groups run at once from [I | 0], which gives
 # their maps; a scan over the maps gives the state before each group; all groups run at once again, from these states.
 _MEMBERS = 8
 
@@ -172,7 +172,7 @@ def _forward(operand, members, k, u, w, a, state):
 
 
 def _backward(operand, members, residuals, cotangents):
-    """Run the same form in reverse for the cotangent of the state after each chunk; the rest is batched products."""
+    """Scan in reverse for the cotangent of the state after each chunk; the other cotangents are batched products."""
     k, w, a, maps, entering, x = residuals
     d_entering, d_x, d_last = cotangents
     if w is None:
@@ -217,7 +217,7 @@ def _flat(x):
 
 
 def _starts(maps, added, state, reverse=False):
-    """The state before each group, which maps S to `maps S + added`; with `reverse`, the state after each."""
+    """The state before each group, where a group maps S to `maps S + added`; after each group with `reverse`."""
     return lax.scan(lambda s, group: (group[0] @ s + group[1], s), state, (maps, added), reverse=reverse)[1]
 
 

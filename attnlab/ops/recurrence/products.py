@@ -1,4 +1,4 @@
-"""Batched matrix products with operands of the inputs' type and sums in float32 or wider."""
+"""Batched matrix products with operands rounded to a type, such as bfloat16, and sums in float32 or wider."""
 
 import functools
 
@@ -11,7 +11,7 @@ from attnlab.types import Array, DType
 def product(spec: str, x: Array, y: Array, operand: DType | None = None) -> Array:
     """The einsum of two arrays, such as "...tk,...jk->...tj", after rounding both to `operand`; None for their type.
 
-    Derivatives round their operands in the same way; derivatives of `einsum` would multiply float32 cotangents.
+    Derivatives round their operands in the same way; the derivative of `einsum` would multiply float32 cotangents.
     """
     return jnp.einsum(spec, x, y) if _is_wide(operand) else _rounded(spec, operand, x, y)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from attnlab.ops.recurrence.call import RecurrenceCall
 from attnlab.ops.recurrence.terms import Terms
 
-_FEW = 4  # up to this many tokens, one by one is faster
+_FEW = 4  # up to this many tokens, going token by token is faster
 
 
 def run(terms: Terms, state):

@@ -13,7 +13,7 @@ from attnlab.ops.recurrence.terms import Terms, within_lengths
 def states(terms: Terms, segment_ids, lengths, entering, size: int):
     """The states after S segments, `[..., S, H, K, V]`; zeros where a sequence has fewer or a segment is padding.
 
-    The chunk in which a segment ends is recomputed from the state before it, up to that end.
+    The chunk in which a segment ends is recomputed from the state before the chunk, up to the segment's last token.
 
     Args:
       terms: the terms of T tokens.

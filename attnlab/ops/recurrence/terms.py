@@ -1,4 +1,4 @@
-"""The arrays of a linear recurrence: checked, in the type of the computation, with the states' heads."""
+"""The arrays of a linear recurrence: checked, in the type of the computation, with heads repeated to match states."""
 
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ class Terms(NamedTuple):
         return self._replace(k=write, beta=None, erase=(write, self.k))
 
     def with_more_values(self) -> "Terms":
-        """The same recurrence with K more values, all 0: nothing is written to these columns of the state."""
+        """The same recurrence with K more features of v, all 0: nothing is written to these columns of the state."""
         zeros = jnp.zeros((*self.v.shape[:-1], self.k.shape[-1]), self.v.dtype)
         return self._replace(v=jnp.concatenate([self.v, zeros], axis=-1))
 
@@ -94,7 +94,7 @@ def _check_heads(q, k, v) -> None:
 
 
 def fitting(name: str, x, *shapes):
-    """Return x as a floating array of one of `shapes`, or None; otherwise raise ValueError."""
+    """Return x as a floating array, or None for None. Raise ValueError if its shape is not one of `shapes`."""
     x = checks.floating(name, x)
     if x is not None and x.shape not in shapes:
         raise ValueError(f"{name} has shape {x.shape}, expected {' or '.join(map(str, shapes))}")

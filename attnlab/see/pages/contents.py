@@ -55,7 +55,7 @@ def contents(
 
 
 def _patterns(run: Run, step) -> list[np.ndarray]:
-    """Float32 `[B, H, Tq, Tk]` of each layer; only H may differ."""
+    """Each layer's patterns, float32 `[B, H, Tq, Tk]`; layers may differ only in H."""
     where = "" if step is None else f" at step {step}"
     if not run.paths("pattern"):
         captured = ", ".join(run.values) or "nothing"
@@ -105,7 +105,7 @@ def _pair(prompt) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _mean_entropies(prompts, heads) -> np.ndarray:
-    """Entropies in nats, the mean over the rows of all prompts: `[S, L, H]`."""
+    """Mean entropies over the rows of all prompts, in nats: `[S, L, H]`."""
     rows = np.concatenate([entropies(prompt.weights) for prompt in prompts], axis=-1)
     table = np.full((rows.shape[0], len(heads), max(heads)), np.nan)
     at = 0
@@ -116,7 +116,7 @@ def _mean_entropies(prompts, heads) -> np.ndarray:
 
 
 def _tables(argument, read, value, by_step, heads) -> dict[str, np.ndarray]:
-    """Tables `[S, L, H]` by name, from one argument: a value for a single run, or a mapping from steps to values."""
+    """Tables `[S, L, H]` by name, from one argument: a value, or a mapping from steps to values for several runs."""
     if value is None:
         return {}
     if None in by_step:

@@ -27,7 +27,7 @@ IFRAME_HEIGHT = 900  # pixels
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Page:
-    """A page of attention: a file, or the output of a notebook's cell.
+    """A page that shows attention: a file, or the output of a notebook cell.
 
     Attributes:
       html: the whole document.
@@ -69,19 +69,19 @@ def page(
     effects: Effects | Mapping | None = None,
     max_bytes: int = 4 << 20,
 ) -> Page:
-    """Build one HTML file that shows attention: all heads, one head, its tokens, and how they develop in training.
+    """Build one HTML file that shows attention: all heads, one head, its tokens, and how they change in training.
 
     The file is self-contained and loads nothing. Without JavaScript it shows a picture of all heads. Weights are stored
-    to within 0.004; rows of more than 256 keys keep only the eight largest.
+    to within 0.004; if a prompt has more than 256 keys, all rows are stored as their eight largest weights.
 
     Args:
       runs: a run with patterns `[B, H, Tq, Tk]`, or several by training step, e.g. `{0: run, 500: run}`.
       tokens: the tokens of one prompt, or a list of such lists, one for each example of the batch. If queries and keys
-        differ, a tuple of two lists replaces a list. Weights of prompts shorter than Tq are cut on the right.
-      path: path of the file; None for a notebook. Only a page that attnlab wrote is overwritten.
+        differ, pass a tuple (queries, keys) in place of each list. Weights beyond a prompt's tokens are cut off.
+      path: path of the file; None for a notebook. An existing file is overwritten only if attnlab wrote it.
       title: the finding, or the model's name.
-      scores: numbers `[L, H]` by kind, or an object with such `values`; a mapping by step if `runs` is one.
-      effects: effects of the heads, over layer and head; a mapping by step if `runs` is one.
+      scores: numbers `[L, H]` by kind, or an object with such `values`; if `runs` is by step, a mapping by step.
+      effects: effects of the heads, over layer and head; if `runs` is by step, a mapping by step.
       max_bytes: largest size of the file.
 
     Returns:
@@ -169,12 +169,12 @@ def _picture(shown: Contents) -> bytes:
 
     last = shown.prompts[0].weights[-1]
     layers = np.split(last, np.cumsum(shown.heads)[:-1])
-    # Without the page's title, which may have $ and characters that matplotlib's font lacks.
+    # The page's title is not drawn: it may have $ and characters that matplotlib's font lacks.
     figure = plots.atlas(layers, _about(shown), causal=encoding.is_causal(last))
     for dpi in (110, 80, 55, 40):
         drawn, packed = io.BytesIO(), io.BytesIO()
         figure.savefig(drawn, format="png", dpi=dpi)
-        # A palette takes a third of the bytes.
+        # A palette image takes a third of the bytes.
         colors = Image.open(drawn).convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         colors.save(packed, "png", optimize=True)
         if len(packed.getvalue()) <= PICTURE_BYTES:

@@ -1,6 +1,6 @@
 """Weights as compressed bytes, and text that a page can embed and show.
 
-A weight p is stored as the byte round(255·√p), which separates small weights; the largest error, at p = 1, is 0.004.
+A weight p is stored as the byte round(255·√p), which separates small weights; the largest error, near p = 1, is 0.004.
 Successive checkpoints differ little, so each is stored as its difference from the previous one, modulo 256.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 LONGEST_DENSE = 256  # keys; longer rows keep only their largest weights
 KEPT = 8
 SHOWN_AS = {" ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥"}
-MANTISSA = 14  # mantissa bits stored of row sums and entropies: a relative error of 2⁻¹⁵, four digits
+MANTISSA = 14  # mantissa bits stored of row sums and entropies; errors up to 2⁻¹⁵ leave four digits
 
 
 def quantize(weights: np.ndarray) -> np.ndarray:
@@ -36,7 +36,7 @@ def dense(weights: np.ndarray, causal: bool) -> np.ndarray:
 
 
 def largest(weights: np.ndarray, count: int = KEPT) -> np.ndarray:
-    """The bytes of the largest weights of each row of `[…, Tq, Tk]`, then their keys in four bytes, lowest first."""
+    """The bytes of each row's largest weights, by ascending key, then all these keys, four little-endian bytes each."""
     keys = np.sort(np.argpartition(weights, -count, axis=-1)[..., -count:], axis=-1)
     kept = quantize(np.take_along_axis(weights, keys, axis=-1))
     flat = (*weights.shape[:-2], -1)
@@ -56,7 +56,7 @@ def entropies(weights: np.ndarray) -> np.ndarray:
     """−Σ p log p of the rows of `[…, Tq, Tk]`, in nats: `[…, Tq]`."""
     positive = weights > 0
     logs = np.log(weights, where=positive, out=np.zeros_like(weights))
-    return 0 - (weights * logs).sum(-1, where=positive)  # 0 −, because −0 would be written
+    return 0 - (weights * logs).sum(-1, where=positive)  # 0 − sum, because −sum would be −0 for an entropy of 0
 
 
 def record(weights: np.ndarray, causal: bool, kept: bool) -> np.ndarray:
@@ -91,7 +91,7 @@ def _shown_character(character: str) -> str:
         return chr(0x2400 + code)
     if 0xDC80 <= code <= 0xDCFF:  # a byte from "surrogateescape"
         return f"⟨{code - 0xDC00:02X}⟩"
-    # A zero-width joiner stays, because it joins the parts of an emoji.
+    # Zero-width joiners and non-joiners stay, because they join the parts of an emoji or shape a word.
     if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp", "Zs") and character not in "\u200c\u200d":
         return "·" if unicodedata.category(character) == "Zs" else f"⟨{code:04X}⟩"
     return character
