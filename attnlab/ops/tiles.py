@@ -1,8 +1,8 @@
 """The coordinates of tiles, rectangles of a score array.
 
-The coordinates of a `Tile` broadcast against its scores; code that is elementwise in them works for any tile, whichever
-of its last two axes has the queries. A `Tiling` holds the smallest and the largest coordinate of each tile, so that
-interval arithmetic can find the fully masked tiles.
+The coordinates of a `Tile` broadcast against its scores. Code that is elementwise in the coordinates works for any
+tile, whichever of the last two axes has the queries. A `Tiling` holds the smallest and the largest coordinate of each
+tile, so that interval arithmetic can find the fully masked tiles.
 """
 
 import math
@@ -20,15 +20,15 @@ from attnlab.types import Array
 
 
 class Shard(NamedTuple):
-    """The part of a call that is computed: indices in the whole call, for masks and mods; None for all."""
+    """A part of a call, as indices in the whole call, which masks and score mods use; None for all indices."""
 
     examples: Int[Array, "..."] | None = None  # counted through all batch axes
     heads: Int[Array, " H"] | None = None
     queries: Int[Array, " Tq"] | None = None
 
     def take(self, x: Array, *sides: str) -> Array:
-        """The part of an array `[*batch, *sides]`, with or without batch, for these examples and, if a side is named
-        "heads", these heads; a side of size 1 is shared."""
+        """Select these examples from an array `[*batch, *sides]`, or `[*sides]` if all share it, and these heads along
+        the axis named "heads" in `sides`, unless its size is 1."""
         for axis, side in enumerate(sides, -len(sides)):
             if side == "heads" and self.heads is not None and x.shape[axis] > 1:
                 x = jnp.take(jnp.asarray(x), self.heads, axis=axis)
@@ -54,14 +54,14 @@ class Side(NamedTuple):
         return self.index if self.whole_index is None else self.whole_index
 
     def take(self, x: Array, axis: int = -1) -> Array:
-        """The entries of `x` for these rows, along an axis with one entry per row of the call, or a single entry."""
+        """The entries of `x` for these rows, along an axis with one entry per row of the call, or one entry for all."""
         if x.shape[axis] == 1:
             return x
         if self.whole_index is not None:
             return jnp.take(jnp.asarray(x), self.whole_index, axis=axis, mode="clip")
         if self.is_whole:
             return x
-        # A slice costs less than a gather, but a ragged last tile needs a gather: at the end, a slice would be shifted.
+        # A slice costs less than a gather, but a ragged last tile needs a gather: past the end, a slice would shift.
         size, length = len(self.index), x.shape[axis]
         is_inside = self.start + size <= length if isinstance(self.start, int) else length % size == 0
         if self.start is None or not is_inside:
@@ -111,7 +111,8 @@ class Tile(NamedTuple):
     def of_examples(self, x: Array) -> Array:
         """An array with q's batch axes, or of shape (), laid out like the scores; integers as int32."""
         x = known(x)
-        return checks.clipped_to_int32(x)[..., None, None, None] if jnp.issubdtype(x.dtype, jnp.integer) else x
+        x = checks.clipped_to_int32(x) if jnp.issubdtype(x.dtype, jnp.integer) else x
+        return x[..., None, None, None]
 
     def of_heads(self, x: Array) -> Array:
         """An array `[H]` of the whole call, laid out like the scores."""
@@ -142,7 +143,7 @@ def whole(
     xp=jnp,
     shard: Shard = WHOLE,
 ) -> Tile:
-    """The tile of a score array `[*batch, H, Tq, Tk]`; with `xp=numpy`, static masks are evaluated while tracing."""
+    """The tile of all scores `[*batch, H, Tq, Tk]`; with `xp=numpy`, static masks are evaluated while tracing."""
 
     def side(length, positions, axis, whole_index=None):
         index = xp.arange(length, dtype=xp.int32)
@@ -195,11 +196,11 @@ class Tiling(NamedTuple):
     kv_position = property(lambda self: _spans(self.covers.keys, self.covers.keys.position, self.block_sizes[1]))
 
     def of_queries(self, x: Array) -> Span:
-        """The spans of an array `[..., Tq]` of the whole call."""
+        """The span of an array `[..., Tq]` of the whole call in each tile."""
         return _spans(self.covers.queries, self.covers.queries.take(x), self.block_sizes[0])
 
     def of_keys(self, x: Array) -> Span:
-        """The spans of an array `[..., Tk]`."""
+        """The span of an array `[..., Tk]` in each tile."""
         return _spans(self.covers.keys, x, self.block_sizes[1])
 
     def of_pairs(self, x: Bool[Array, "..."]) -> tuple[Array, Array]:
@@ -209,7 +210,7 @@ class Tiling(NamedTuple):
         return any_set.any(-1).swapaxes(-1, -2), all_set.all(-1).swapaxes(-1, -2)
 
     def row(self, i: int | Array) -> Tile:
-        """The tile of query block i and all keys; past the end the last query repeats, so any and all still hold."""
+        """The tile of query block i and all keys; past the end the last query repeats: any and all stay the same."""
         return self.covers._replace(queries=self.covers.queries.block(i, self.block_sizes[0]))
 
 

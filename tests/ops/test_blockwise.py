@@ -161,6 +161,25 @@ def test_user_defined_mask_and_mod_match_dense():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected)
 
 
+@dataclasses.dataclass(frozen=True)
+class Tempered(ScoreMod):
+    """A user's score mod: a factor for each example."""
+
+    factor: jax.Array
+
+    def apply(self, scores, tile):
+        return scores * tile.of_examples(self.factor)
+
+
+@pytest.mark.parametrize("attend", [blockwise, dense])
+def test_user_defined_mod_with_a_float_per_example_matches_single_examples(attend):
+    qkv, factors = sample(16, 16), np.linspace(0, 2, 16, dtype=np.float32)  # as many examples as keys
+    together = jax.jit(lambda factors: attend(*qkv, Causal(), Tempered(factors)))(factors)
+    one = jax.jit(lambda q, k, v, factor: attend(q, k, v, Causal(), Tempered(factor)))
+    each = [one(*(x[n] for x in qkv), factor) for n, factor in enumerate(factors)]
+    np.testing.assert_allclose(together, np.stack(each), rtol=1e-4, atol=1e-5)
+
+
 # Transforms
 
 TERMS = {"bias": (2, 20, 20), "sinks": (2,), "slopes": (2,), "cap": ()}
