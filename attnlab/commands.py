@@ -1,4 +1,4 @@
-"""Shared by all commands: parsing of flags, and errors of the user as one line with exit code 2."""
+"""Shared by all commands: flag parsing, and user errors as one line with exit code 2."""
 
 import contextlib
 import itertools
@@ -30,7 +30,7 @@ _NO_CONFIG = "--config is missing: name an experiment, e.g. --config=quickstart,
 
 
 class _OrNone(flags.ArgumentParser):
-    """Parser of None and of another parser's values; `attnlab.config` rejects None if a field cannot be None."""
+    """Accepts None and another parser's values; `attnlab.config` rejects None for fields that cannot be None."""
 
     def __init__(self, parser: flags.ArgumentParser):
         self._parser = parser
@@ -47,7 +47,7 @@ for _type, _parser in _PARSERS.items():
     config_flags.register_flag_parser_for_type(_type, _OrNone(_parser))
 
 
-# Python and JAX errors that the user can fix: a part of their message, and what to do.
+# Python and JAX errors that the user can fix: a part of the type or message, and what to do.
 _MEMORY = "out of memory: lower config.batch_size, raise config.optimizer.accumulation, or choose a smaller model"
 _REMEDIES = {
     "RESOURCE_EXHAUSTED": _MEMORY,
@@ -120,7 +120,7 @@ def prepare_output() -> None:
 
 
 def _without_name() -> str:
-    """The file of an OSError that names none: standard output if it cannot be written; it is then closed."""
+    """The file to name for an OSError without one: standard output, which is then closed, if writing to it fails."""
     try:
         print(flush=True)
     except OSError:
@@ -131,14 +131,14 @@ def _without_name() -> str:
 
 
 def define_config(values: flags.FlagValues, argv: list[str], saved: RunConfig | None = None) -> None:
-    """Define `--config=EXPERIMENT[:VARIANT]`, and `--config.FIELD=VALUE` to change it, or `saved` if it is missing."""
+    """Define `--config=EXPERIMENT[:VARIANT]`, by default `saved`, and `--config.FIELD=VALUE`, which changes a field."""
     meaning = "experiment: a name, e.g. quickstart or sancho:tiny, or a Python file; --config.a.b=v changes a field"
     experiment = next(iter(given(argv, "config")), "")
-    # Load it first, because its layers may be new kinds; --help needs none.
+    # Load the experiment first, because its layers may define new kinds; --help needs no experiment.
     base = experiments.load(experiment) if experiment and not _HELP & {*argv} else saved
     if why := _unknown_field(argv):
         raise UserError(why)
-    options = {"help_string": meaning, "flag_values": values, "sys_argv": _without_config(argv)}
+    options = {"help_string": meaning, "flag_values": values, "sys_argv": without(argv, "config")}
     config_flags.DEFINE_config_dict("config", configs.default(), **options)
     values["config"].base, values["config"].experiment = base, experiment
 
@@ -156,7 +156,7 @@ def parse(values: flags.FlagValues, argv: list[str]) -> None:
     if (count := len(_occurrences(argv, "config"))) > 1:  # because absl would define the fields twice
         raise UserError(f"--config is given {count} times: give it once")
     try:
-        rest = values(_without_config(argv) if "config" in values else argv)
+        rest = values(without(argv, "config") if "config" in values else argv)
     except flags.UnrecognizedFlagError as error:
         raise UserError(f"{one_line(error)} (see --help)") from error
     except (flags.Error, ValueError, TypeError) as error:
@@ -189,7 +189,7 @@ def changes(values: flags.FlagValues) -> dict[str, Any]:
 
 
 def value_of(field: str, text: str) -> Any:
-    """The value of `--config.FIELD=TEXT`; UserError for an unknown field, and a text of another type."""
+    """The value of `--config.FIELD=TEXT`; UserError for an unknown field, or a text that does not have its type."""
     if (each := declared().get(field)) is None:
         raise UserError(unknown(field))
     if text == "None" or str in each.types:
@@ -203,7 +203,7 @@ def value_of(field: str, text: str) -> Any:
 
 
 def from_words(words: Sequence[str]) -> tuple[RunConfig, set[str]]:
-    """The config of the words of a command line, and the fields that they change."""
+    """The config that the words of a command line define, and the fields that they change."""
     argv, values = ["attnlab", *words], flags.FlagValues()
     define_import(values, argv)
     define_config(values, argv)
@@ -220,7 +220,7 @@ def one_line(error: BaseException) -> str:
 
 
 def with_flag_files(argv: list[str]) -> list[str]:
-    """The command line with the words of its flag files in place of `--flagfile=FILE`."""
+    """The command line with each `--flagfile=FILE` replaced by the words in the file."""
     try:
         return argv[:1] + flags.FlagValues().read_flags_from_files(argv[1:])
     except UnicodeDecodeError as error:
@@ -228,8 +228,17 @@ def with_flag_files(argv: list[str]) -> list[str]:
 
 
 def given(argv: list[str], name: str) -> list[str]:
-    """The values that a command line gives to a flag, before it is parsed."""
+    """The values of a flag in a command line that is not parsed yet."""
     return [value for _, value in _occurrences(argv, name)]
+
+
+def without(argv: list[str], name: str) -> list[str]:
+    """A command line without a flag and its values."""
+    left = list(argv)
+    for at, _ in reversed(_occurrences(argv, name)):
+        is_one = at < len(argv) and re.match(f"--?{name}=", argv[at])
+        del left[at if is_one else at - 1 : at + 1]
+    return left
 
 
 def _occurrences(argv: list[str], name: str) -> list[tuple[int, str]]:
@@ -240,15 +249,6 @@ def _occurrences(argv: list[str], name: str) -> list[tuple[int, str]]:
         if word.startswith("-") and flag == name:
             occurrences.append((at, value) if equals else (at + 1, argv[at + 1] if at + 1 < len(argv) else ""))
     return occurrences
-
-
-def _without_config(argv: list[str]) -> list[str]:
-    """The command line without `--config=EXPERIMENT`."""
-    left = list(argv)
-    for at, _ in reversed(_occurrences(argv, "config")):
-        is_one = at < len(argv) and re.match("--?config=", argv[at])
-        del left[at if is_one else at - 1 : at + 1]
-    return left
 
 
 def _print_help(values: flags.FlagValues, usage: str) -> None:
@@ -274,7 +274,7 @@ def _group(field: str) -> str:
     if kind not in KINDS:
         return f"config.{group}".rstrip(".")
     about = (KINDS[kind].__doc__ or "").partition("\n")[0]
-    is_written = about and not about.startswith(f"{KINDS[kind].__name__}(")  # otherwise `dataclasses` writes one
+    is_written = about and not about.startswith(f"{KINDS[kind].__name__}(")  # dataclasses writes missing docstrings
     return f"config.model.{kind}: {about}" if is_written else f"config.model.{kind}"
 
 

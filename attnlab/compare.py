@@ -8,16 +8,16 @@
 
 Each variant's learning rate is chosen on the first half of the held-out text, with seeds that are not used again. If
 the best rate is the lowest or highest, one beyond it is tried too, at most --extensions times. The table has the losses
-on the second half, over other seeds, with 95 % intervals, and paired differences from the first variant: better, worse,
-or no significant difference, corrected for the number of variants. All runs train on the same number of tokens, and
-runs with the same seed see them in the same order.
+on the second half, over other seeds, with 95 % intervals. Paired differences from the first variant say whether each is
+better, worse, or not significantly different, corrected for the number of variants. All runs train on the same number
+of tokens, and runs with the same seed read them in the same order.
 
 Each run has its own folder in --workdir. Runs that differ only in seed and learning rate share a process and its
 compiled programs; on GPUs --together trains them as one program. The same command resumes a stopped or killed
 comparison; if you add a variant, only its runs are trained. A failed run does not end the others, and a diverged run
 counts at chance level. comparison.html in --workdir shows everything, with figures. table.csv and table.md are beside
 it, or with --tasks in a folder for each task. An experiment file may define a dictionary PUBLISHED with results to
-compare with, and a dictionary COMPARE with values of flags.
+compare with, and a dictionary COMPARE with defaults of flags.
 """
 
 import shlex
@@ -75,11 +75,11 @@ def _define(values, argv) -> None:
 
 
 def _main(values, argv: list[str]) -> int:
-    compilation.fuse_no_sums()  # this process checks layers
+    compilation.fuse_no_sums()  # because checks of layers compute in this process
     config, name = commands.config_of(values)
     file = values.variants or commands.given(argv, "config")[-1].partition(":")[0]
     _set_defaults(values, file)
-    has_variants = bool(values.variants or not values.variant)  # else they are on the command line
+    has_variants = bool(values.variants or not values.variant)  # otherwise --variant defines them all
     variants = parse(values.variant, file if has_variants else None)
     published = replication.published(file, list(variants)) if has_variants else {}
     try:
@@ -104,8 +104,8 @@ def _main(values, argv: list[str]) -> int:
         return _print_runs(parts)
 
     def command(seeds: int) -> str:
-        others = [word for word in argv[1:] if not word.startswith("--seeds=")]
-        words = argv[1:] if seeds == values.seeds else [*others, f"--seeds={seeds}"]  # the last --seeds counts
+        others = commands.without(commands.with_flag_files(argv), "seeds")
+        words = argv[1:] if seeds == values.seeds else [*others[1:], f"--seeds={seeds}"]
         return shlex.join(["attnlab", "compare", *words])
 
     try:

@@ -41,13 +41,13 @@ class VariantResults(NamedTuple):
       results: values of the compared measure and of the loss, by seed; NaN where a run failed.
       resolution: the step between two results of the compared measure.
       pairs: differences of the compared measure from the first variant, by seed; NaN where either run failed.
-      difference: statistics of `pairs`, with a verdict that knows which sign is better; None for the first variant.
+      difference: statistics of `pairs`, with a verdict (higher accuracy is better); None for the first variant.
       verdict: the difference's verdict, or `UNTRAINED`; None for the first variant.
       edge: whether the learning rate of this variant, or of the first, is at an edge of the tried rates.
       at_time: losses after equal training time, by seed, and the verdict on them.
       blind: accuracy of the best guess; None for a text.
       tokens: number of tokens that each run trains on.
-      measured: measurements by column.
+      measured: measurements from `measuring`, by column.
       speeds: tokens per second in each round of the race, by column.
     """
 
@@ -76,7 +76,7 @@ def results(
     measured: Mapping[str, Mapping],
     speeds: Mapping[str, Mapping[str, Sequence[float]]] = types.MappingProxyType({}),
 ) -> list[VariantResults]:
-    """Collect all variants' results in order; `measured` and `speeds` (from one race) have keys [variant][column]."""
+    """Collect all variants' results in order; `measured` and `speeds` (from one race) are by variant, then column."""
     measure, points = protocol.measure, [protocol.final(variant, rates[variant.name].chosen) for variant in variants]
     workdirs = [[folder / point.name for point in variant_points] for variant_points in points]
     values = {
@@ -87,7 +87,7 @@ def results(
     }
     raced = [speeds.get(variant.name, {}) for variant in variants]
     at_time, in_time = races.at_equal_time(workdirs, [each.get(SPEEDS[0], [np.nan]) for each in raced])
-    sign = -1 if measure == "accuracy" else 1  # the lower result is the better one
+    sign = -1 if measure == "accuracy" else 1  # after this, lower is better
     config = points[0][0].config
     resolution = protocols.resolution(config, measure)
     compared = [None, *statistics.differences(sign * values[measure], resolution)]
@@ -268,7 +268,7 @@ def _training(over: str) -> list[Column]:
             "verdict_at_equal_time",
             "",
             lambda of: of.at_time[1],
-            help="At the lowest, median and highest speed ratio of the race; if they disagree, no significant difference.",
+            help="At the race's lowest, median and highest speed ratio; if they disagree, no significant difference.",
         ),
     ]
 
