@@ -280,3 +280,8 @@ def test_library_warning_prints_one_line(monkeypatch):
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # `run` replaces it; this restores it
     assert commands.run(lambda *_: None, lambda _: 0, "", ["attnlab"]) == 0
     assert warnings.formatwarning(UserWarning("x"), UserWarning, "library.py", 7) == "warning: x\n"
+
+
+@pytest.mark.parametrize("words", [["--seeds=5"], ["--seeds", "5"], ["-seeds=3", "--seeds", "5"], []])
+def test_flag_is_removed_in_any_spelling(words):
+    assert commands.without(["compare", *words, "--jobs=1"], "seeds") == ["compare", "--jobs=1"]
