@@ -20,8 +20,12 @@ BAR_AFTER = 1.0  # seconds of work before a bar appears
 
 def shown(text: str, file=None) -> str:
     r"""Return a text to print to a file (`sys.stdout` if None); on a terminal, escape control characters: `\x1b`."""
-    is_terminal = (sys.stdout if file is None else file).isatty()
-    return status.escaped(text) if is_terminal else text
+    return status.escaped(text) if _is_terminal(file) else text
+
+
+def _is_terminal(file) -> bool:
+    """Whether a file is a terminal, whatever FORCE_COLOR says: Jupyter's kernels set it, and cannot draw a bar."""
+    return (sys.stdout if file is None else file).isatty()
 
 
 class Progress:
@@ -35,7 +39,8 @@ class Progress:
         file=None,
         clock: Callable[[], float] | None = None,
     ):
-        self._console = _Console(file=file, quiet=quiet, soft_wrap=True, highlight=False, force_jupyter=False)
+        options = {"force_jupyter": False, "force_terminal": _is_terminal(file)}
+        self._console = _Console(file=file, quiet=quiet, soft_wrap=True, highlight=False, **options)
         self.on_terminal, self._clock = self._console.is_terminal, clock or time.monotonic
         disable = quiet or not self.on_terminal
         self._bar = progress.Progress(*columns, console=self._console, transient=transient, disable=disable)

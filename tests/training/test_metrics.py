@@ -136,7 +136,8 @@ def test_reporter_on_a_terminal_shows_control_characters(capsys, monkeypatch):
     assert "\\x1b]0;title\\x07 one\ntwo\\x0d\\x9b\n" in capsys.readouterr().out
 
 
-def test_reporter_without_terminal_prints_plain_lines(capsys):
+def test_reporter_without_terminal_prints_plain_lines(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in Jupyter's kernels
     with metrics.ProgressReporter(steps=20) as reporter:
         reporter.step(10, "train loss 2.5")
         reporter.print("[not markup]")
