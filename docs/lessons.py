@@ -1,6 +1,7 @@
 """Notebooks: `python docs/lessons.py [NAME …]` executes lessons and stores their outputs; `render` makes site pages."""
 
 import base64
+import html
 import io
 import os
 import sys
@@ -18,8 +19,25 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 CACHE = NOTEBOOKS.parent / ".cache" / "lessons"
 SECONDS_A_CELL = 900
 LOCAL = Config({"KernelManager": {"transport": "ipc"}})  # the kernel warns of TCP, which others can read
-# Otherwise Jupyter crops figures, and the layout that separates titles is lost.
-UNCROPPED = "%config InlineBackend.print_figure_kwargs = {'bbox_inches': None}"
+# Jupyter would crop figures, and the layout that separates titles would be lost. A figure's text is its title, because
+# `render` shows that to readers who cannot see the figure.
+SETUP = """
+%config InlineBackend.print_figure_kwargs = {'bbox_inches': None}
+import matplotlib.figure
+matplotlib.figure.Figure.__repr__ = lambda figure: " ".join(figure.get_suptitle().split())
+del matplotlib
+"""
+# The cell after the title, not shown on pages.
+INSTALL = """
+import importlib.util
+
+if importlib.util.find_spec("attnlab") is None:  # in Colab, for example
+    raise ModuleNotFoundError(
+        "attnlab is not on PyPI yet: make a wheel (`pip wheel --no-deps .` in a clone), upload it here, "
+        "and run `%pip install 'NAME_OF_THE_WHEEL.whl[plots]'`"
+    )
+"""
+HIDDEN = "remove-cell"  # Jupyter Book's tag
 
 
 def render(source: Path) -> tuple[str, dict[str, bytes]]:
@@ -35,34 +53,38 @@ def render(source: Path) -> tuple[str, dict[str, bytes]]:
     if not any(cell.get("outputs") for cell in notebook.cells):
         raise ValueError(f"notebooks/{source.name} has no outputs: run `make lessons`")
     for cell in notebook.cells:
+        if HIDDEN in cell.metadata.get("tags", ()):
+            continue
         if cell.cell_type == "markdown":
             pieces.append(cell.source)
             continue
         pieces.append(f"```python\n{cell.source}\n```")
-        for kind, content in outputs(cell):
-            if kind == "figure":
+        for text, figure in outputs(cell):
+            if figure:
                 name = f"{source.stem}_{len(figures) + 1}.png"
-                figures[name] = content
-                pieces.append(f"![Figure {len(figures)} of this lesson]({name}){{ loading=lazy }}")
+                figures[name] = figure
+                pieces.append(f'<img alt="{html.escape(text)}" src="{name}" loading="lazy">')
             else:
-                pieces.append(f'```{{ .text .output title="Output" }}\n{content.rstrip()}\n```')
+                pieces.append(f'```{{ .text .output title="Output" }}\n{text.rstrip()}\n```')
     download = f"Source: `notebooks/{source.name}`."
     title, rest = "\n\n".join(pieces).split("\n", 1)
     return f"{title}\n\n{download}\n{rest}\n", figures
 
 
-def outputs(cell) -> list[tuple[str, str | bytes]]:
-    """The outputs of a cell: ("figure", PNG) and ("text", text), consecutive texts joined."""
+def outputs(cell) -> list[tuple[str, bytes]]:
+    """The outputs of a cell: (text, no bytes), consecutive texts joined, and (alternative text, PNG)."""
     shown = []
     for output in cell.outputs:
         data = output.get("data", {})
+        text = output.get("text") or data.get("text/plain", "")
         if "image/png" in data:
-            shown.append(("figure", base64.b64decode(data["image/png"])))
-        elif text := output.get("text") or data.get("text/plain"):
-            if shown and shown[-1][0] == "text":
-                before = shown.pop()[1]
+            alt = "A picture of the page that this cell makes" if "text/html" in data else text
+            shown.append((alt, base64.b64decode(data["image/png"])))
+        elif text:
+            if shown and not shown[-1][1]:
+                before = shown.pop()[0]
                 text = before + ("" if before.endswith("\n") or "text" in output else "\n") + text
-            shown.append(("text", text))
+            shown.append((text, b""))
     return shown
 
 
@@ -74,7 +96,9 @@ def execute(source: Path) -> None:
     """
     notebook = nbformat.read(source, as_version=4)
     metadata = notebook.metadata.copy()
-    notebook.cells.insert(0, nbformat.v4.new_code_cell(UNCROPPED))
+    notebook.cells = [cell for cell in notebook.cells if HIDDEN not in cell.metadata.get("tags", ())]
+    notebook.cells.insert(1, nbformat.v4.new_code_cell(INSTALL.strip(), metadata={"tags": [HIDDEN]}))
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(SETUP))
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
     nbclient.NotebookClient(notebook, timeout=SECONDS_A_CELL, kernel_name="python3", config=LOCAL).execute()
     del notebook.cells[0]

@@ -40,20 +40,12 @@ EXCLUDED = {
     ("generation/drawing.py", "if self.min_p > 0:", ">= 0"): "at 0 the bound is log 0, which nothing is below",
     ("generation/drawing.py", "if self.temperature < 1e-6:", "<="): "at exactly this temperature both take the largest",
     ("generation/scoring.py", "length = min(model.config.context", "+ start"): "longer padding of the last window",
-    (
-        "generation/scoring.py",
-        "return range(0, max(1, count - context",
-        "count + context",
-    ): "windows without a new target",
+    ("generation/scoring.py", "return range(0, max(1, count - ", "count + context"): "windows without a new target",
     ("nn/taps.py", "v = jnp.repeat(jnp.where(is_read, v, 0)", ""): "values without weight may be any finite numbers",
     ("ops/meshes.py", "mesh, q = jax.typeof(leaves[at[0]]).sharding.mesh", "0 -> 1"): "all arrays are on one mesh",
     ("ops/schedule.py", "(128, 256, 512, 1024), max_scores", ""): "tiles of any size are right; no accelerator is here",
     ("testing/check.py", "for length in (2, 3, 5, 8)", ""): "any lengths that grow find a small call",
     ("training/optimizer.py", "jnp.minimum(weight, 1)", "1 -> 2"): "a weight exceeds 1 by its rounding alone",
-    ("training/loop.py", "if not config.eval.patience or not self._evaluates(step)", ""): (
-        "records change at evaluations alone, none stall without patience, and the last step ends a run anyway"
-    ),
-    ("training/loop.py", "first, requested = step == self.start", ""): "of which the terminal has a line",
 }
 
 SWAPS = {

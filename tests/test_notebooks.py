@@ -1,6 +1,7 @@
 """Every notebook has the outputs of its last run; `make lessons` executes all of them, and fails if a cell does."""
 
 import ast
+import importlib.util
 from pathlib import Path
 
 import nbformat
@@ -17,11 +18,15 @@ def code(lesson):
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
-def test_lesson_has_outputs_and_draws_only_with_shared_plots(lesson):
+def test_lesson_says_how_to_install_has_outputs_and_draws_only_with_shared_plots(lesson, monkeypatch):
     """The shared plots require a title and axis labels."""
     notebook = nbformat.read(lesson, as_version=4)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="attnlab .* run `%pip install"):
+        exec(notebook.cells[1].source)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert any("image/png" in output.get("data", {}) for output in outputs)
+    figures = [output["data"] for output in outputs if "image/png" in output.get("data", {})]
+    assert figures and not any(figure["text/plain"].startswith("<Figure") for figure in figures)  # but its title
     assert all(output["output_type"] != "error" for output in outputs)
     assert "matplotlib" not in code(lesson) and "plots." in code(lesson)
 

@@ -264,12 +264,7 @@ def _training(over: str) -> list[Column]:
             f"{NATS}, {over}",
             help="After the training time of the fastest variant, at the speeds of the race.",
         ),
-        Column(
-            "verdict_at_equal_time",
-            "",
-            lambda of: of.at_time[1],
-            help="At the race's lowest, median and highest speed ratio; if they disagree, no significant difference.",
-        ),
+        Column("verdict_at_equal_time", "", lambda of: of.at_time[1], help="The same at all speed ratios of the race."),
     ]
 
 

@@ -91,7 +91,7 @@ class Sites:
             grouped = "" if site.heads == site.kv_heads else f" ({site.kv_heads} of keys)"
             verdict = "not measured"
             if site.mismatch is not None:
-                verdict = f"{'yes' if site.verified else 'NO'}, differs by {site.mismatch:.1e}"
+                verdict = f"{'yes, within' if site.verified else 'NO, differs by'} {site.mismatch:.1e}"
             lengths = (str(site.q_length), str(site.kv_length))
             rows.append((site.path or "(the model)", site.kind, f"{site.heads}{grouped}", *lengths, verdict))
         rows += [(path, kind, "", "", "", "has no pattern") for path, kind in self.others]
