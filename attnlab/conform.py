@@ -119,7 +119,7 @@ def _calls(values) -> dict | None:
     """The type and the sizes (length, features of keys, of values) of a recurrence's calls; None for attention."""
     present = [name for name in ("lengths", "head_dims", "dtype") if values[name].present]
     if present and not values.recurrence:
-        raise UserError(f"--{present[0]} is for a linear recurrence: add --recurrence, or remove it")
+        raise UserError(f"--{present[0]} needs --recurrence: add that, or remove --{present[0]}")
     numbers = {}
     for name in ("lengths", "head_dims"):
         if not all(word.isdigit() and int(word) for word in values[name].value):

@@ -122,7 +122,7 @@ def test_missing_platform_gives_no_verdict(here, capsys, monkeypatch):
         (["quits:f"], "quits:f: it ended its process with exit code 0"),
         slow(["mine:recurrence", "--features=causal"], "mine:recurrence refused all features, so nothing was compared"),
         (["mine:right", "--features=decay"], "features of a linear recurrence need --recurrence"),
-        (["mine:right", "--dtype=bfloat16"], "--dtype is for a linear recurrence: add --recurrence, or remove it"),
+        (["mine:right", "--dtype=bfloat16"], "--dtype needs --recurrence: add that, or remove --dtype"),
         (["mine:right", "--recurrence", "--lengths=4,x"], "--lengths=4,x: expected positive numbers, such as 64,128"),
         (["mine:right", "--out=mine.py/sub"], "--out=mine.py/sub cannot be written (Not a directory)"),
         (["mine:right", "causal"], "(mine:right, causal): expected one, and options as --name=value"),

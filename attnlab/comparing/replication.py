@@ -20,11 +20,11 @@ TABLE, TEXT = "replication.csv", "replication.md"
 
 
 class Published(NamedTuple):
-    """A part's published results.
+    """Published results on one text or task.
 
     Attributes:
       source: paper, table, or commit.
-      results: results by variant; the first variant of the comparison must have one, others may be missing.
+      results: by variant; the comparison's first variant must have one, others may be missing.
       margin: published differences up to this size count as 0; for example two of their standard errors.
       differs: sentences on how our runs differ from the published runs, beyond the config fields in `protocol`.
       length: length of the sequences whose accuracy is published, in multiples of the training length.
@@ -63,8 +63,8 @@ def outcome(difference: float, mean: float, half: float, margin: float) -> str:
     """Judge whether the mean of our paired differences, ± half its interval, reproduces a published difference.
 
     A published difference up to the margin counts as 0. "reproduced": the interval is within the margin of the
-    published difference, or contains it and excludes 0. "same sign only": the interval is on the published side of 0
-    but excludes that difference. "underpowered": it contains both, or `half` is NaN. Otherwise "not reproduced".
+    published difference, or contains it and excludes 0. "same sign only": it excludes that difference but lies
+    on its side of 0. "underpowered": it contains that and 0, or `half` is NaN. Otherwise "not reproduced".
     """
     if np.isnan(half):
         return "underpowered"
@@ -84,7 +84,7 @@ def is_trained(
     """Whether our runs learned enough to be compared with the published ones; arguments as for `subjects`.
 
     The tolerance is the larger of the margin and half of our interval. The first variant must be within the tolerance
-    of its published result; the variant published farthest from chance must differ from chance by more than it.
+    of its published result; the variant published farthest from chance must be farther than that from chance.
     """
     (first, *_), best = results, max(reported.results, key=lambda name: abs(reported.results[name] - chance))
 

@@ -62,7 +62,7 @@ def cross_entropy(
     if not isinstance(chunk, int | None) or (chunk is not None and chunk < 1):
         raise ValueError(f"chunk = {chunk}: expected an integer number of positions, 1 or more, or None to choose one")
     if cap is not None and not cap > 0:
-        raise ValueError(f"cap = {cap}: expected a number of logits above 0, or None for no limit")
+        raise ValueError(f"cap = {cap}: expected a logit limit above 0, or None for no limit")
     head = _Head(num_rows if vocab_size is None else vocab_size, cap)
     targets = _checked_targets(targets, head.vocab_size)
     *batch, length, _ = features.shape

@@ -4,8 +4,8 @@ Masks are pytrees: arrays in them are leaves, Python numbers are static, so a ma
 and `scan`. An *index* counts rows of an array; a *position* is a row's place in its sequence. `Causal` and
 `SlidingWindow` compare positions, `Padding` and `Dense` use indices.
 
-`visible` returns which pairs of a tile are visible. `bounds` returns, by interval arithmetic on the coordinates, in
-which tiles any pair may be visible and in which all must be, so that a backend can skip tiles or comparisons.
+`visible` returns which pairs of a tile are visible. `bounds` finds, by interval arithmetic on the coordinates, the
+tiles where some pair may be visible and those where all are, so that a backend can skip tiles or comparisons.
 """
 
 import numbers
@@ -148,8 +148,8 @@ class Padding(Mask):
 class Segments(Mask):
     """A query attends to the keys whose id equals its own, so that one sequence can hold several documents.
 
-    `q_ids` is an int array `[Tq]` or `[..., Tq]` with exactly q's batch axes; `kv_ids` is likewise `[Tk]` or
-    `[..., Tk]`, or None for `q_ids`. Ids may be in any order; tiles can be skipped where equal ids are contiguous.
+    `q_ids` is an int array `[Tq]` or `[..., Tq]` with exactly q's batch axes; `kv_ids` is `[Tk]` or
+    `[..., Tk]`, or None to use `q_ids`. Ids may be in any order; tiles can be skipped where equal ids are contiguous.
 
     >>> (Segments(jnp.array([0, 0, 1, 1])) & Causal()).dense(4, 4).astype(int)
     Array([[1, 0, 0, 0],
@@ -194,7 +194,7 @@ class Segments(Mask):
 class BlockSparse(Mask):
     """A query attends to the keys of the blocks that are set: `blocks[i // size, j // size]` (Child et al. 2019).
 
-    `blocks` is bool `[ceil(Tq / size), ceil(Tk / size)]` or `[..., H or 1, …, …]` with q's batch axes, by index.
+    `blocks` is bool `[⌈Tq / size⌉, ⌈Tk / size⌉]` or `[..., H or 1, …, …]` with q's batch axes; i, j are indices.
 
     >>> BlockSparse(jnp.eye(2, dtype=bool), size=2).dense(4, 4).astype(int)
     Array([[1, 1, 0, 0],

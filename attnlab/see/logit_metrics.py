@@ -16,7 +16,7 @@ from attnlab.ops import jaxprs
 
 
 def traced(metric: Callable, result: Any) -> tuple[str, Callable, list]:
-    """Return a key that metrics with the same program share, `program(arrays, result)`, and the arrays it reads.
+    """Return (key shared by metrics with the same program, `program(arrays, result)`, arrays it reads).
 
     The metric is traced with the shapes and types of `result`.
     """

@@ -47,7 +47,7 @@ class ModelView:
             return rows
         rows, length = np.asarray(rows), min(site.q_length for site in self.sites)
         if rows.size and not -length <= rows.min() <= rows.max() < length:
-            raise ValueError(f"rows = {rows.tolist()}: expected indices of {length} queries")
+            raise ValueError(f"rows = {rows.tolist()}: out of range for {length} queries")
         return jnp.asarray(rows)
 
     def _check(self, name):

@@ -19,7 +19,7 @@ BAR_AFTER = 1.0  # seconds of work before a bar appears
 
 
 def shown(text: str, file=None) -> str:
-    r"""Return a text to print to a file (`sys.stdout` if None); on a terminal, escape control characters: `\x1b`."""
+    r"""Return `text` for `file` (None: `sys.stdout`); for a terminal, escape control characters, as in `\x1b`."""
     return status.escaped(text) if _is_terminal(file) else text
 
 

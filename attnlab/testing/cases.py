@@ -41,8 +41,8 @@ class Feature:
       name: e.g. "causal".
       fields: takes a random generator and a shape; returns the arguments of a call that use the feature.
       shape: takes a usual shape; returns the shape that the feature needs.
-      instead: returns, by description, the calls that an implementation without the feature (`WITHOUT`) or with a
-        common fault would compute.
+      instead: returns a dict from description to call: what code without the feature (`WITHOUT`) or with a common
+        fault would compute.
       transform: how the function is run: "jit", "eager", "vmap", "remat", or "sharded" over batch and heads.
       dtype: type of all floating arrays.
     """

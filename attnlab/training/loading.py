@@ -131,7 +131,7 @@ def peek(workdir: str | Path, model=None, **parts) -> tuple[nn.Module, tokenizer
         saved, config = read_run(workdir)
         tokenizer, complete = read_tokenizer(workdir, saved), with_parts(config, **parts)
         if why := complete.difference(config):
-            raise UserError(f"{workdir} holds a run of another model ({why}): pass what it was trained with, or None")
+            raise UserError(f"{workdir} holds another model ({why}): pass its own mask and score_mod, or None")
         Overrides(model).check_reads(saved, complete, workdir)
         if model is None:
             model = GPT(complete.over_tokens(tokenizer.vocab_size))

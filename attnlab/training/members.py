@@ -1,4 +1,4 @@
-"""The runs of a training loop: their state, and the work on each at a step, at a pause and at its end."""
+"""The runs of a training loop: their state and their steps, evaluations, saves, samples and ends."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

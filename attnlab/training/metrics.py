@@ -116,9 +116,9 @@ def read(path: Path) -> list[dict]:
         try:
             record = files.parsed(line)
             if not isinstance(record["step"], int) or not isinstance(record["split"], str):
-                raise TypeError("a step or split of another type")
+                raise TypeError("step or split has a wrong type")
             if record["split"] == "val" and not isinstance(record["loss"], int | float):
-                raise TypeError("a loss of another type")
+                raise TypeError("loss has a wrong type")
             records.append(record)
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) and not line.endswith("\n"):

@@ -66,7 +66,7 @@ def score_fn(fn, *arrays):
         (mask_fn(lambda i, j, x: x[j] > 0, IDS[:200]), "indexed beyond its 200 entries"),
         (mask_fn(lambda i, j, x: x[i] > 0, IDS[:1]), "indexed beyond its 1 entries"),
         ({"mask": MaskFn(lambda b, h, i, j, x: x[h] > 0, IDS[:2])}, "indexed beyond its 2 entries"),
-        (mask_fn(lambda i, j, x: x > i, IDS), "an array is used as a whole"),
+        (mask_fn(lambda i, j, x: x > i, IDS), "it uses an array as a whole"),
         (mask_fn(lambda i, j, x: x.sum() > i, IDS), "not elementwise"),
         (mask_fn(lambda i, j: IDS[i] > 0), "closes over an array"),
         ({"score_mod": RelativeBias(jnp.zeros((4, 3)))}, "score mods cannot run in a kernel"),

@@ -149,7 +149,7 @@ class _Handle:
         return tile.of_examples(self) if self.ndim == 0 else self
 
     def __jax_array__(self):
-        raise RefusedError("an array is used as a whole, or by pairs")
+        raise RefusedError("it uses an array as a whole, not one item by its index")
 
     def __getitem__(self, index):
         if self.tile is None:

@@ -1,8 +1,8 @@
 """The linear recurrence that linear attention, Mamba-2, GLA, DeltaNet and their relatives have in common.
 
 Files: `terms` and `call` (the arrays of a call), `recurrent` (the specification), `chunked` (for CPUs), `parallel`
-(for accelerators), `jla` (kernels of jax-linear-attention), `decays`, `by_feature`, `sums`, `substitution`, `products`
-(arithmetic within a chunk), `segments` (states of packed sequences), `devices` (sequences split over devices).
+(for accelerators), `jla` (kernels of jax-linear-attention), `segments` (states of packed sequences), `devices`
+(sequences split over devices); arithmetic within a chunk: `decays`, `by_feature`, `sums`, `substitution`, `products`.
 """
 
 import functools
@@ -24,8 +24,8 @@ from attnlab.types import Array
 
 # In the order in which "auto" prefers them; `call` says what a backend is.
 _BACKENDS = {"recurrent": recurrent, "jla": jla, "parallel": parallel, "chunked": chunked}
-# Tokens per chunk. With decays by feature, each halving of a chunk adds products: on two EPYC cores, gradients with
-# chunks of 16 tokens take 0.71 to 0.93 times as long as with chunks of 32 (0.87 and 1.07 times without erasure). On an
+# Tokens per chunk. With decays by feature, larger chunks need more products per token: on two EPYC cores, gradients
+# with chunks of 16 tokens take 0.71 to 0.93 times as long as with 32 (0.87 and 1.07 times without erasure). On an
 # H100, "parallel" with chunks of 128 took four times as long as with chunks of 64 (November 2026).
 CHUNKS = {"chunked": 32, "parallel": 64}
 _BY_FEATURE = 16  # for "chunked" with decays by feature
@@ -70,9 +70,9 @@ def linear_recurrence(
       state: `[..., HV, K, V]`, before the first token; None for zeros.
       return_state: True also returns the last state; "segments" returns the last state of each segment, in order, and
         needs `segment_ids` that are not traced.
-      impl: "chunked", one chunk after another; "parallel", all chunks at once except their states, in products of
-        operands in the type of q, k and v; "recurrent", the specification, which stores a state per token for the
-        gradient; "jla", the kernels of jax-linear-attention on a Hopper GPU; "auto", "recurrent" for a few tokens,
+      impl: "chunked": one chunk after another; "parallel": all chunks at once except their states, with product
+        operands in the type of q, k and v; "recurrent": the specification, which stores a state per token for the
+        gradient; "jla": the kernels of jax-linear-attention on a Hopper GPU; "auto": "recurrent" for a few tokens,
         otherwise "parallel" on GPUs and TPUs and "chunked" on CPUs.
       chunk_size: tokens per chunk; None for 32 ("chunked"; 16 if g is by feature) or 64 ("parallel").
 
