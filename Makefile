@@ -94,7 +94,7 @@ figures: $(VENV)/installed-docs
 planned: $(VENV)/installed-hardware
 	$(BIN)/python docs/planned.py
 
-# The tables of docs/guide/conformance.md, ten minutes: checks attention of other libraries against the specification.
+# The tables of docs/guide/conformance.md, four minutes: checks attention of other libraries against the specification.
 # tokamax and TransformerLens cannot be installed together: make conformance VENV=.venv-conformance
 conformance: $(VENV)/installed-test
 	$(PIP) torch==2.13.0 tokamax==0.0.12

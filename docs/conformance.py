@@ -1,6 +1,6 @@
 """Write the tables of docs/guide/conformance.md from new checks.
 
-python docs/conformance.py                                 # all functions that are installed: ten minutes
+python docs/conformance.py                                 # all functions that are installed: four minutes
 python docs/conformance.py jax.nn.dot_product_attention    # only this one
 
 The checks stay in build/conformance; the tables show all of them.

@@ -144,7 +144,7 @@ def _row(operator: Operator, subject: Subject, feature, gradients: bool, where: 
     worst, compared, compares = 0.0, 0, gradients and feature.name != "dropout"
     for seed, shape in where:
         case = operator.draw(feature, seed, shape)
-        finding, compares = _judged(operator, subject, case, compares)
+        finding, compares = _judged(operator, subject, case, compares, compared > 0)
         if finding.outcome == "refused":
             return Row(feature.name, "refused", finding.why, worst, compared)
         worst, compared = max(worst, finding.worst), compared + 1
@@ -169,7 +169,7 @@ def _blind_spot(dtype, shape) -> str:
     return f"{products}errors up to {floor:.0%} of the largest value are within its bound"
 
 
-def _judged(operator: Operator, subject: Subject, case: Case, gradients: bool) -> tuple[Finding, bool]:
+def _judged(operator: Operator, subject: Subject, case: Case, gradients: bool, computed: bool) -> tuple[Finding, bool]:
     """The finding of a case, and whether gradients were compared; if gradients raise, only outputs are compared."""
     try:
         actual = subject.run(case, gradients)
@@ -177,10 +177,10 @@ def _judged(operator: Operator, subject: Subject, case: Case, gradients: bool) -
         raise
     except Exception as error:  # whatever the function under test raises
         if gradients and not isinstance(error, Unsupported | ResultError):
-            finding, _ = _judged(operator, subject, case, gradients=False)
+            finding, _ = _judged(operator, subject, case, False, computed)
             if finding.outcome != "refused":
                 return finding, False
-        outcome, why = failure(error)
+        outcome, why = failure(error, computed)
         return Finding(outcome, why, math.inf if outcome == "wrong" else 0.0), False
     return operator.judge(subject, case, actual), gradients
 
@@ -189,7 +189,7 @@ def _shrunk(operator: Operator, subject: Subject, case: Case, finding: Finding, 
     """The first small case that fails in the same way, or the original case if there is none; and its finding."""
     for shape in operator.small if case.feature.name != "dropout" else ():
         small = operator.draw(case.feature, case.seed, shape)
-        other, _ = _judged(operator, subject, small, gradients)
+        other, _ = _judged(operator, subject, small, gradients, True)
         if (other.outcome, other.fault) == (finding.outcome, finding.fault):
             return small, other
     return case, finding

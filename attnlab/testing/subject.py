@@ -76,15 +76,17 @@ def outputs_of(function: Callable, adapter: Callable, second: str, shapes: Calla
     return outputs
 
 
-def failure(error: Exception) -> tuple[str, str]:
-    """(outcome, why) for an error of the function under test: "refused" for `Unsupported` and argument errors."""
+def failure(error: Exception, computed: bool) -> tuple[str, str]:
+    """(outcome, why) for an error of the function under test: "refused" for `Unsupported` and NotImplementedError, and
+    for other argument errors unless the function has `computed` other calls with the same feature."""
     if isinstance(error, Unsupported | ResultError):
         return "refused" if isinstance(error, Unsupported) else "wrong", str(error)
     message = (str(error).strip().splitlines() or [""])[0][:160]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
     user_frames = [frame for frame in frames if "attnlab/testing" not in frame.filename.replace("\\", "/")]
     place = f" ({user_frames[-1].filename.rpartition('/')[2]}:{user_frames[-1].lineno})" if user_frames else ""
-    return "refused" if isinstance(error, _REFUSALS) else "wrong", f"{type(error).__name__}: {message}{place}"
+    refusals = NotImplementedError if computed else _REFUSALS
+    return "refused" if isinstance(error, refusals) else "wrong", f"{type(error).__name__}: {message}{place}"
 
 
 class Subject:

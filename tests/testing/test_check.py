@@ -179,6 +179,19 @@ def test_unexpected_results_and_errors_are_reported(function, outcome, why):
     assert (row.outcome, report.ok) == (outcome, False) and why in row.why
 
 
+@pytest.mark.parametrize("error, outcome", [(ValueError, "wrong"), (NotImplementedError, "refused")])
+def test_argument_error_after_a_computed_call_is_wrong(error, outcome):
+    def attention(q, k, v):
+        if q.shape[1] % 2:
+            raise error("an odd length")
+        return attnlab.attention(q, k, v)
+
+    shapes = [testing.Shape(q_length=n, kv_length=n) for n in (4, 5)]
+    report = check_attention(attention, features=["plain"], cases=2, shapes=shapes, gradients=False)
+    row = report["plain"]
+    assert (row.outcome, report.ok) == (outcome, False) and "an odd length" in row.why
+
+
 def test_output_of_an_earlier_call_is_wrong():
     cache = {}
 
