@@ -174,10 +174,9 @@ class Tempered(ScoreMod):
 @pytest.mark.parametrize("attend", [blockwise, dense])
 def test_user_defined_mod_with_a_float_per_example_matches_single_examples(attend):
     qkv, factors = sample(16, 16), np.linspace(0, 2, 16, dtype=np.float32)  # as many examples as keys
-    together = jax.jit(lambda factors: attend(*qkv, Causal(), Tempered(factors)))(factors)
-    one = jax.jit(lambda q, k, v, factor: attend(q, k, v, Causal(), Tempered(factor)))
-    each = [one(*(x[n] for x in qkv), factor) for n, factor in enumerate(factors)]
-    np.testing.assert_allclose(together, np.stack(each), rtol=1e-4, atol=1e-5)
+    run = jax.jit(lambda q, k, v, factor: attend(q, k, v, Causal(), Tempered(factor)))
+    each = [run(*(x[n] for x in qkv), factor) for n, factor in enumerate(factors)]
+    np.testing.assert_allclose(run(*qkv, factors), np.stack(each), rtol=1e-4, atol=1e-5)
 
 
 # Transforms

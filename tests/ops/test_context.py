@@ -255,6 +255,7 @@ def test_explain_reports_the_layout():
         ({"axis": "sequence"}, "'sequence', .*'data', 'tensor', 'context'"),
         ({"length": 30}, "30 queries .*4 devices .*'context'"),
         ({"heads": "context"}, "names 'context', 'context'"),
+        ({"batch": "data"}, "'data' .*only within a shard_map"),
         ({"way": "ring"}, "no argument 'way': remove it, every device gathers all keys"),
     ],
     ids=str,

@@ -52,8 +52,8 @@ def context_parallel(axis: str | None, *, batch: str | Sequence[str] = (), heads
       batch, heads: within `shard_map`, the axes that split the first batch axis and the heads.
 
     Raises:
-      ValueError: an axis is named twice. In `attention`: the mesh or the `shard_map` lacks an axis, or the number of
-        devices does not divide the length of the sequence.
+      ValueError: an axis is named twice. In `attention`: the mesh or the `shard_map` lacks an axis, `batch` or `heads`
+        outside a `shard_map`, or the number of devices does not divide the length of the sequence.
       TypeError: an unknown argument.
 
     >>> mesh = jax.make_mesh((1,), ("context",))
@@ -126,6 +126,11 @@ def current(q: Array, k: Array) -> ShardedCall | None:
             "use one shard_map over all of them, or none"
         )
     is_manual = bool(manual)
+    if not is_manual and (ignored := (*context.batch, *context.heads)):
+        raise ValueError(
+            f"context_parallel names {', '.join(map(repr, ignored))} for batch or heads, which it uses only within a "
+            "shard_map: remove batch= and heads=, XLA's own split of them is kept"
+        )
     splits = Splits(context.batch, context.heads) if is_manual else splits_of(q, k, without=(context.axis,))
 
     def size(names):
