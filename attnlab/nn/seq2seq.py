@@ -63,6 +63,7 @@ class Seq2Seq(nn.Module):
             padding = np.arange(source.shape[1]) >= np.asarray(lengths)[:, None]
             checks.in_range("source", np.where(padding, 0, source), self.vocab_size)
         checks.in_range("inputs", inputs, self.vocab_size, low=-1)
+        checks.in_range("inputs[:, 0]", inputs[:, 0], self.vocab_size)  # nothing is predicted before the first step
         embed = nn.Embed(self.vocab_size, self.width, name="embed")
         encode = nn.Bidirectional(
             nn.RNN(nn.GRUCell(self.width), name="forward"), nn.RNN(nn.GRUCell(self.width), name="backward")

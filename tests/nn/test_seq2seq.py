@@ -64,6 +64,7 @@ def test_seq2seq_input_minus_one_uses_own_prediction(layer):
         ([[1, 12, 0]], [2], [[0, 1]], "source contains 12, .*0 to 11"),
         ([[1, 2, 0]], [4], [[0, 1]], "lengths contains 4, expected 0 to 3"),
         ([[1, 2, 0]], [2], [[-2, 1]], "inputs contains -2, .*-1 to 11"),
+        ([[1, 2, 0]], [2], [[-1, 1]], "inputs.*0. contains -1, .*0 to 11"),
         ([[1, 2, 0]], [2, 2, 2], [[0, 1]], r"source has shape \(1, .*lengths \(3,\)"),
     ],
 )
