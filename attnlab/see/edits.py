@@ -15,12 +15,14 @@ _node = jax.tree_util.register_dataclass
 
 def _like(value, array, name):
     """The array of an edit, broadcast to the edited value."""
-    shape = jnp.shape(array)
+    shape, dtype = jnp.shape(array), jnp.result_type(array)
+    if name == "where" and dtype.kind != "b":
+        raise ValueError(f"where of an edit has type {dtype}, expected bools, e.g. jnp.arange(H)[:, None] == 3")
     if len(shape) > value.ndim or any(size not in (1, full) for size, full in zip(shape[::-1], value.shape[::-1])):
         raise ValueError(
             f"{name} of an edit has shape {shape}, expected one that broadcasts to the value's {value.shape}"
         )
-    return jnp.broadcast_to(jnp.asarray(array, bool if name == "where" else value.dtype), value.shape)
+    return jnp.broadcast_to(jnp.asarray(array, dtype if name == "where" else value.dtype), value.shape)
 
 
 @_node
@@ -98,5 +100,7 @@ def resolve(edits, known: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str]
         if not matched:
             close = nearest(str(key), sites)
             raise ValueError(f"edits: the model has no {key!r}{close or '; it has ' + ', '.join(sites)}")
+        if twice := [site for site in matched if sites[site] in resolved]:
+            raise ValueError(f"edits: {key!r} and an earlier key both edit {twice[0]}: give one edit for it")
         resolved |= {sites[site]: edit for site in matched}
     return resolved

@@ -245,6 +245,8 @@ def _layers(patterns: Array | Sequence[Array], tokens: np.ndarray, argument: str
             )
         if not np.isfinite(layer).all() or np.triu(layer, 1).any():
             raise ValueError(f"{argument} has weights that are not finite or not causal: expected causal attention")
+        if layer.min(initial=0) < -1e-3 or layer.sum(axis=-1).max(initial=0) > 1.01:
+            raise ValueError(f"{argument} has weights below 0, or rows that sum to more than 1: use see.shares first")
     if not layers:
         raise ValueError(f"{argument} has no layers: expected [L, B, H, T, T]")
     return layers

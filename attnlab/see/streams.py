@@ -61,7 +61,7 @@ def contributions(model, variables, *args, targets: Int[Array, "B T"], **kwargs)
       targets: `[B, T]`, the token whose logit is decomposed at each position.
 
     Returns:
-      `Contributions`, whose total equals `logits` up to rounding.
+      `Contributions`, whose total equals `logits` up to rounding; under `jit`, NaN instead of the second ValueError.
 
     Raises:
       ValueError: as for `capture`; or the model has another form, so the parts do not sum to the logits.
@@ -80,7 +80,9 @@ def contributions(model, variables, *args, targets: Int[Array, "B T"], **kwargs)
     parts, left, dtypes = _contributions(view, inputs, jnp.asarray(targets))
     error = jnp.abs(parts.total - parts.logits).max() / jnp.maximum(jnp.abs(parts.logits).max(), 1)
     tolerance = float(np.sqrt(max(jnp.finfo(x.dtype).eps for x in jax.tree.leaves((parts, dtypes)))))
-    if not isinstance(error, jax.core.Tracer) and not max(float(error), float(left)) <= tolerance:
+    if isinstance(error, jax.core.Tracer):
+        return jax.tree.map(lambda x: jnp.where(jnp.maximum(error, left) <= tolerance, x, jnp.nan), parts)
+    if not max(float(error), float(left)) <= tolerance:
         raise ValueError(
             f"the parts differ from the logits by {float(error):.1e}, and the blocks from a sum by {float(left):.1e}: "
             "expected blocks x + attention + mlp and one LayerNorm or RMSNorm after the last"

@@ -56,8 +56,8 @@ def check_attention(
       a `Report`: each feature is right, wrong (with the smallest failing call), ignored, refused or slow.
 
     Raises:
-      ValueError: an unknown feature, no feature, fewer than one case, a function that is not callable, or an adapter
-        that returns no keyword arguments.
+      ValueError: an unknown feature, no feature, fewer than one case, a shape with unequal lengths, a function
+        that is not callable, or an adapter that returns no keyword arguments.
 
     >>> report = check_attention(attention, features=["causal", "sinks"], cases=4, gradients=False)
     >>> report["causal"].outcome, report["sinks"].outcome
@@ -65,6 +65,8 @@ def check_attention(
     """
     if not callable(function):
         raise ValueError(f"function is {function!r}: expected a function of attention")
+    if unequal := [shape for shape in shapes if shape.q_length != shape.kv_length]:
+        raise ValueError(f"shapes has {unequal[0]}: expected q_length = kv_length, some features shorten the queries")
     subject = Subject(_outputs(function, adapter or as_attnlab))
     code = functools.partial(code_of, function=function, adapter=adapter or as_attnlab)
     operator = Operator(drawn.draw, _judge, code, SMALL, _is_slow)
@@ -228,7 +230,8 @@ def _ratio(actual, exact) -> str:
 
 def _judge(subject: Subject, case: Case, actual: dict) -> Finding:
     if case.feature.name == "dropout":
-        return _judged_dropout(case, actual["out"])
+        other = case._replace(call=case.call.replace(dropout_keys=case.call.dropout_keys ^ np.uint32(1)))
+        return _judged_dropout(case, actual["out"], subject.run(other, gradients=False)["out"])
     if case.feature.name.endswith("lse") and "lse" not in actual:
         return Finding("refused", "it returns no lse")
     rows = reference.visible_rows(case.call)
@@ -329,8 +332,9 @@ def _diagonal(subject: Subject) -> str:
     return NEITHER
 
 
-def _judged_dropout(case: Case, out: np.ndarray) -> Finding:
-    """Check that dropout sets a share `RATE` of the weights 1/Tk to 0, varying by row, the rest to 1/Tk/(1 − rate)."""
+def _judged_dropout(case: Case, out: np.ndarray, other: np.ndarray) -> Finding:
+    """Check that dropout sets a share `RATE` of the weights 1/Tk to 0, varying by row and key (`other` is the output
+    with another key), and the rest to 1/Tk/(1 − rate)."""
     rate, kept = drawn.RATE, out != 0
     deviation = math.sqrt(rate * (1 - rate) / kept.size)  # standard deviation of the dropped share
     dropped = 1 - kept.mean()
@@ -346,6 +350,8 @@ def _judged_dropout(case: Case, out: np.ndarray) -> Finding:
         first, second = (np.take(kept, at, axis=axis) for at in (0, 1))
         if (first == second).all():
             return Finding("wrong", f"it drops the same weights for different {what}", math.inf)
+    if (kept == (other != 0)).all():
+        return Finding("wrong", "it drops the same weights for different random keys", math.inf)
     return Finding("right", worst=abs(dropped - rate) / (5 * deviation))
 
 

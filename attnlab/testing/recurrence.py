@@ -66,19 +66,20 @@ class RecurrenceFeature:
         return {WITHOUT: left} if self.left_out else {}
 
 
-def recurrence_answer(call: dict, d_out=None, dtype=np.float64) -> dict[str, np.ndarray]:
-    """Compute out `[B, T, H, V]`, the last state `[B, H, K, V]` and, with `d_out`, the gradients of Σ out·d_out.
+def recurrence_answer(call: dict, d_out=None, dtype=np.float64, d_state=None) -> dict[str, np.ndarray]:
+    """Compute out `[B, T, H, V]`, the last state `[B, H, K, V]`, and gradients of Σ out·d_out + Σ state·d_state.
 
     Args:
       call: arguments of `attnlab.linear_recurrence` as NumPy arrays; q, k and v have the same number of heads.
-      d_out: weights of the outputs, `[B, T, H, V]`.
+      d_out: weights of the outputs, `[B, T, H, V]`; without them there are no gradients.
       dtype: the type of the whole computation.
+      d_state: weights of the last state, `[B, H, K, V]`; None for zeros.
 
     >>> call = recurrence_call("beta", seed=0)
     >>> recurrence_answer(call)["out"].shape == call["v"].shape
     True
     """
-    arrays = {name: np.asarray(x, dtype) for name, x in call.items() if name in FLOATING and x is not None}
+    arrays = {name: np.asarray(x, dtype) for name, x in call.items() if name in FLOATING and hasattr(x, "dtype")}
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     batch, length, heads, features = q.shape
     scale = dtype(features**-0.5 if call.get("scale") is None else call["scale"])
@@ -107,7 +108,7 @@ def recurrence_answer(call: dict, d_out=None, dtype=np.float64) -> dict[str, np.
 
     d_out = np.where(inside[..., None, None], np.asarray(d_out, dtype), 0)
     d = {name: np.zeros_like(x) for name, x in {"q": q, "v": v, "w": w, "e": e, "r": r, "decay": k}.items()}
-    dS = np.zeros_like(S)
+    dS = np.zeros_like(S) if d_state is None else np.asarray(d_state, dtype)
     for t in reversed(range(length)):
         decayed = decay[:, t, ..., None] * before[t]
         erased = np.einsum("bhk,bhkv->bhv", r[:, t], decayed)
@@ -127,8 +128,11 @@ def recurrence_answer(call: dict, d_out=None, dtype=np.float64) -> dict[str, np.
         both = d["e"] + d["w"]
         gradients |= {"k": beta[..., None] * both + d["r"], "beta": (k * both).sum(axis=-1)}
     if g is not None:
+        d["decay"] = np.where(inside[..., None, None], d["decay"], 0)  # padding does not decay
         gradients["g"] = d["decay"] if g.ndim == 4 else d["decay"].sum(axis=-1)
-    return results | {f"the gradient of {name}": x for name, x in gradients.items() if name in arrays}
+    gradients = {name: x for name, x in gradients.items() if name in arrays}
+    gradients |= {"erase[0]": d["e"], "erase[1]": d["r"]} if pair else {}
+    return results | {f"the gradient of {name}": x for name, x in gradients.items()}
 
 
 def check_recurrence(
@@ -191,7 +195,8 @@ def _draw(feature: RecurrenceFeature, seed: int, shape: RecurrenceShape) -> Case
     ints = ("segment_ids", "lengths")
     call = {name: x if name in ints else jax.tree.map(lambda x: x.astype(np.float32), x) for name, x in call.items()}
     call |= {name: call[name].astype(feature.dtype) for name in ("q", "k", "v")}
-    return Case(feature, seed, shape, call, d_out.astype(np.float32), None)
+    d_state = rng.normal(size=(shape.batch, shape.heads, shape.features, shape.values))
+    return Case(feature, seed, shape, call, d_out.astype(np.float32), d_state.astype(np.float32))
 
 
 def recurrence_call(feature: str, seed: int, shape: RecurrenceShape = _USUAL, dtype: str = "float32") -> dict:
@@ -214,8 +219,10 @@ def _code(case: Case, why: str, gradients: bool) -> str:
 
 
 def _judge(subject: Subject, case: Case, actual: dict) -> Finding:
+    d_state = case.d_lse if "state" in actual else None
+
     def answers(case):
-        return [recurrence_answer(case.call, case.d_out, dtype) for dtype in (np.float64, np.float32)]
+        return [recurrence_answer(case.call, case.d_out, dtype, d_state) for dtype in (np.float64, np.float32)]
 
     return compared(case, actual, answers, _error)
 

@@ -42,7 +42,8 @@ def attention(call: AttentionCall, d_out=None, d_lse=None, dtype=np.float64, pro
       scores: a narrower type to which scores are rounded before the softmax.
 
     Returns:
-      out `[*B, Tq, H, Dv]`, lse `[*B, Tq, H]` and the gradients of q, k and v, and of bias and sinks if there are any.
+      out `[*B, Tq, H, Dv]`, lse `[*B, Tq, H]` and the gradients of q, k and v, and of bias, sinks
+      and the arrays of `ALiBi` and `Forget` if there are any.
 
     Raises:
       TypeError: a mask or a score mod that has no formula here.
@@ -63,7 +64,7 @@ def attention(call: AttentionCall, d_out=None, d_lse=None, dtype=np.float64, pro
     with np.errstate(over="ignore"):
         s = scale * (q @ np.swapaxes(k, -1, -2))
         s = s if call.bias is None else s + np.asarray(call.bias, dtype)
-        s, slope = _modified(call, s)
+        s, derivatives = _modified(call, s)
     s = s if scores is None else s.astype(scores).astype(dtype)
     s = np.where(shown, s, -np.inf)
     sinks = None if call.sinks is None else np.asarray(call.sinks, dtype)[:, None, None]
@@ -83,7 +84,11 @@ def attention(call: AttentionCall, d_out=None, d_lse=None, dtype=np.float64, pro
     d_out = np.moveaxis(np.asarray(d_out, dtype), -2, -3)
     d_lse = 0 if d_lse is None else np.moveaxis(np.asarray(d_lse, dtype), -1, -2)[..., None]
     ds = rounded(p * (d_out @ np.swapaxes(v, -1, -2) - (out * d_out).sum(axis=-1, keepdims=True) + d_lse))
-    raw = rounded(ds * slope)
+    raw, learned = ds, []
+    for mod, derivative in reversed([*zip(call.score_mods, derivatives)]):
+        learned = [*_of_mod(call, mod, raw), *learned]
+        raw = raw * derivative
+    raw = rounded(raw)
 
     def sum_groups(x):
         *batch, heads, length, features = x.shape
@@ -102,7 +107,8 @@ def attention(call: AttentionCall, d_out=None, d_lse=None, dtype=np.float64, pro
         gradients["sinks"] = (sink_weight * (d_lse - (out * d_out).sum(axis=-1, keepdims=True))).sum(
             axis=(*range(len(call.batch)), -1, -2)
         )
-    return answer._replace(gradients=gradients)
+    names = ["score_mods"] if len(learned) == 1 else [f"score_mods[{n}]" for n in range(len(learned))]
+    return answer._replace(gradients=gradients | dict(zip(names, learned)))
 
 
 def visible(call: AttentionCall) -> np.ndarray:
@@ -156,14 +162,15 @@ def _of_example(x) -> np.ndarray:
     return np.asarray(x)[..., None, None, None]
 
 
-def _modified(call: AttentionCall, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The scores after the score mods, and the derivatives of the mods at the scores."""
-    slope = np.ones_like(s)
+def _modified(call: AttentionCall, s: np.ndarray) -> tuple[np.ndarray, list]:
+    """The scores after the score mods, and each mod's derivative with respect to the scores before it."""
+    derivatives = []
     for mod in call.score_mods:
+        derivatives.append(1)
         match mod:
             case score_mods.SoftCap(cap):
                 tanh = np.tanh(s / s.dtype.type(cap))
-                s, slope = s.dtype.type(cap) * tanh, slope * (1 - tanh**2)
+                s, derivatives[-1] = s.dtype.type(cap) * tanh, 1 - tanh**2
             case score_mods.ALiBi(slopes):
                 i, j = _positions(call)
                 s = s - np.asarray(slopes, s.dtype)[:, None, None] * abs(i - j).astype(s.dtype)
@@ -172,7 +179,19 @@ def _modified(call: AttentionCall, s: np.ndarray) -> tuple[np.ndarray, np.ndarra
                 s = s + c[0][..., :, None] - c[1][..., None, :]
             case _:
                 raise TypeError(f"the reference has no formula for the score mod {type(mod).__name__}")
-    return s, slope
+    return s, derivatives
+
+
+def _of_mod(call: AttentionCall, mod, ds: np.ndarray) -> list[np.ndarray]:
+    """Gradients of a score mod's arrays, from the gradient of its output `[*B, H, Tq, Tk]`."""
+    match mod:
+        case score_mods.ALiBi():
+            i, j = _positions(call)
+            return [-(ds * abs(i - j)).sum(axis=(*range(len(call.batch)), -2, -1))]
+        case score_mods.Forget(_, keys):
+            by_query, by_key = (np.swapaxes(sign * ds.sum(axis=axis), -1, -2) for sign, axis in ((1, -1), (-1, -2)))
+            return [by_query + by_key] if keys is None else [by_query, by_key]
+    return []
 
 
 def _summed_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -105,9 +105,15 @@ class Report(str):
 
 
 def likes(rows: Iterable[Row]) -> dict[str, str]:
-    """Map each feature that repeats an earlier feature's fault to the first feature with that fault."""
+    """Map each feature that repeats an earlier feature's fault to the first feature with that fault.
+
+    A fault that only names the first wrong result is the same only if "plain", part of every feature, has it.
+    """
     first, repeats = {}, {}
     for row in rows:
+        is_unexplained = row.fault in ("out", "lse", "state") or row.fault.startswith("the gradient of ")
+        if is_unexplained and row.feature != "plain" and first.get((row.outcome, row.fault)) != "plain":
+            continue
         if row.outcome in ("wrong", "ignored") and row.fault:
             earlier = first.setdefault((row.outcome, row.fault), row.feature)
             repeats |= {row.feature: earlier} if earlier != row.feature else {}

@@ -11,7 +11,8 @@ import numpy as np
 from attnlab.ops.call import AttentionCall
 from attnlab.testing.cases import Case
 
-FLOATING = ("q", "k", "v", "bias", "sinks", "g", "beta", "state")  # arguments whose gradients are compared
+# Arguments whose gradients are compared.
+FLOATING = ("q", "k", "v", "bias", "sinks", "score_mods", "g", "beta", "erase", "state")
 _REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError)
 _NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
@@ -108,7 +109,7 @@ class Subject:
 
     def run(self, case: Case, gradients: bool) -> dict[str, np.ndarray]:
         """Return results and, if `gradients`, gradients; masks and positions are traced if the function allows it."""
-        transform, weights = case.feature.transform, {"out": case.d_out, "lse": case.d_lse}
+        transform, weights = case.feature.transform, {"out": case.d_out, "lse": case.d_lse, "state": case.d_lse}
         if transform == "sharded" and jax.device_count() < 4:
             raise Unsupported("it needs four devices: run attnlab conform, which simulates them")
         floating = floating_of(case.call)
@@ -133,9 +134,9 @@ def _over_batch_and_heads() -> jax.sharding.NamedSharding:
 
 
 def floating_of(call) -> dict:
-    """The arrays of a call whose gradients are compared, by name."""
+    """The arguments of a call whose gradients are compared, by name: those with arrays."""
     fields = call if isinstance(call, dict) else vars(call)
-    return {name: fields[name] for name in FLOATING if fields.get(name) is not None}
+    return {name: fields[name] for name in FLOATING if jax.tree.leaves(fields.get(name))}
 
 
 def _results(outputs, transform, gradients, call, floating, weights) -> dict:
@@ -157,4 +158,7 @@ def with_gradients(outputs: Callable, arrays: dict, weigh: Callable[[dict], dict
         name: jnp.zeros_like(x) if weights.get(name) is None else weights[name].astype(x.dtype)
         for name, x in results.items()
     }
-    return results | {f"the gradient of {name}": x for name, x in pull_back(weights)[0].items()}
+    for name, leaves in {name: jax.tree.leaves(x) for name, x in pull_back(weights)[0].items()}.items():
+        names = [name] if len(leaves) == 1 else [f"{name}[{n}]" for n in range(len(leaves))]
+        results |= {f"the gradient of {name}": x for name, x in zip(names, leaves)}
+    return results

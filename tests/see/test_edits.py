@@ -158,8 +158,10 @@ def test_blocks_take_edited_streams():
         ({"block_0/attention/z": 0.0}, r"\['block_0/attention/z'\] is a float"),
         ({"block_0/attention/z": see.Put(np.ones(3))}, r"shape \(3,\), .*\(2, 7, 4, 4\)"),
         ([see.Put(0.0)], "edits is a list"),
+        ({"*/z": see.Put(0.0), "block_1/attention/z": see.Put(1.0)}, "'block_1/attention/z' and an earlier key both"),
+        ({"block_0/attention/z": see.Put(0.0, where=3)}, "where of an edit has type int32, expected bools"),
     ],
-    ids=["misspelt", "number", "shape", "list"],
+    ids=["misspelt", "number", "shape", "list", "twice", "index"],
 )
 def test_invalid_edits_raise_one_line(edits, message):
     model, params = models.gpt()

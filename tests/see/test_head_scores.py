@@ -125,6 +125,7 @@ def test_untrained_model_has_no_head_of_any_kind():
         ({"patterns": softmax_patterns(0)[..., :-1]}, r"patterns has a layer \[16, 3, 24, 23\]"),
         ({"patterns": softmax_patterns(0).swapaxes(-1, -2)}, "patterns has weights .*not causal"),
         ({"patterns": softmax_patterns(0) * np.nan}, "patterns has weights .*not finite"),
+        ({"patterns": -softmax_patterns(0)}, "patterns has weights below 0, .*see.shares"),
         ({"untrained": softmax_patterns(0)[:1]}, "untrained has 1 layers .*3 heads"),
         ({"untrained": softmax_patterns(0)[:, :, :1]}, "untrained has 2 layers .*1 heads"),
         (WITHOUT_REPEATS | {"kinds": ["induction", "duplicate"]}, r"tokens \[16, 24\] .*induction, duplicate"),

@@ -98,6 +98,8 @@ def test_unsupported_models_are_refused_in_one_line():
         with pytest.raises(ValueError, match=message) as error:
             see.contributions(model, params, inputs, targets=OTHERS)
         assert "\n" not in str(error.value)
+    parts = jax.jit(lambda params: see.contributions(scaled, params, TOKENS, targets=OTHERS))(models.variables(scaled))
+    assert np.isnan(parts.heads).all()  # under jit nothing can be raised
 
 
 @pytest.mark.slow

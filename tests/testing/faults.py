@@ -44,6 +44,7 @@ def attention(
     for mod in () if capped_late else mods:
         slopes_shared = fault == "slope of the first head" and isinstance(mod, score_mods.ALiBi)
         mod = score_mods.ALiBi(jnp.full_like(mod.slopes, mod.slopes[0])) if slopes_shared else mod
+        mod = jax.lax.stop_gradient(mod) if fault in ("gates without gradient", "slopes without gradient") else mod
         s = mod.apply(s, tile)
     if visible is not None:
         s = jnp.where(visible, s, -jnp.inf)
@@ -62,6 +63,7 @@ def attention(
     p = e / jnp.where(total + sink == 0, 1, total + sink)
     lse = jnp.log(total + sink) + shift
     if dropout_rate and fault != "dropout ignored":
+        dropout_key = jax.random.key(0) if fault == "one draw for all keys" else dropout_key
         shape = p.shape if fault != "one draw for all examples" else (1, *p.shape[1:])
         keep = jax.random.bernoulli(dropout_key, 1 - dropout_rate, shape)
         p = jnp.where(keep, p if fault == "kept weights not scaled" else p / (1 - dropout_rate), 0)
@@ -79,6 +81,8 @@ def _faulty(mask, fault):
         case masks.SlidingWindow(left, right):
             if fault == "window one key too wide":
                 return masks.SlidingWindow(left + 1, right)
+            if fault == "window of four keys at most":
+                return masks.SlidingWindow(min(left, 4), right)
             if fault == "window without causality":
                 return masks.SlidingWindow(left, right + left)
         case masks.Segments():
@@ -98,17 +102,21 @@ def _faulty(mask, fault):
 OF_FEATURES = {
     "plain": ["zeros", "layout swapped", "last of eight heads", "accumulator not rescaled", "gradient of v halved"],
     "scale": ["no scale"],
-    "window": ["window one key too wide", "window without causality", "gradient of k off by 1 %"],
+    "window": [
+        *("window one key too wide", "window without causality", "window of four keys at most"),
+        "gradient of k off by 1 %",
+    ],
     "padding": ["padding of the first example"],
     "segments": ["segments ignored", "segments also causal"],
     "prefix": ["prefix as causal"],
     "bias": ["bias dropped", "bias of the first head", "bias without gradient"],
-    "ALiBi": ["slope of the first head"],
+    "ALiBi": ["slope of the first head", "slopes without gradient"],
+    "forget gate": ["gates without gradient"],
     "causal soft cap": ["cap after the mask"],
     "sinks": ["sinks dropped"],
     "grouped heads": ["grouped heads in turn"],
     "late queries": ["queries counted from 0"],
-    "dropout": ["dropout ignored", "one draw for all examples", "kept weights not scaled"],
+    "dropout": ["dropout ignored", "one draw for all examples", "one draw for all keys", "kept weights not scaled"],
     "NaN behind the mask": ["NaN reaches the result"],
     "large scores": ["no shift"],
     "bfloat16": ["scores in the input type"],

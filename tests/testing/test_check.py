@@ -21,6 +21,8 @@ NAMED = {
     "gradient of k off by 1 %": "the gradient of k has an error of",
     "zeros": "out has an error of",
     "bias without gradient": "the gradient of bias has an error of",
+    "gates without gradient": "the gradient of score_mods has an error of",
+    "one draw for all keys": "it drops the same weights for different random keys",
 }
 # Faults like another one that always runs.
 SLOW = {"layout swapped", "segments ignored", "bias dropped", "bias of the first head", "no shift"}
@@ -32,7 +34,8 @@ SLOW |= {"output in bfloat16", "softmax in bfloat16", "scores in the input type"
 )
 def test_planted_fault_is_found(fault, feature):
     options = {"gradients": "gradient" in fault, "cases": 2}
-    options["shapes"] = testing.SHAPES if fault == "accumulator not rescaled" else SMALL
+    is_large = fault in ("accumulator not rescaled", "window of four keys at most")
+    options["shapes"] = testing.SHAPES if is_large else SMALL
     row = check_attention(faults.with_fault(fault), features=[feature], **options)[feature]
     is_left_out = fault.endswith(("ignored", "dropped")) or fault == "no scale"
     assert row.outcome == ("ignored" if is_left_out else "wrong") and row.worst > 1

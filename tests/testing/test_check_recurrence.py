@@ -27,6 +27,7 @@ def recurrence(
     e, r = (w, k) if beta is not None else erase or (0 * k, 0 * k)
     w = k if fault == "key not scaled by beta" else w
     e = 0 * e if fault == "erase ignored" else e
+    e = jax.lax.stop_gradient(e) if fault == "erase without gradient" else e
     starts = jnp.zeros((batch, length), bool)
     if segment_ids is not None and fault != "segments ignored":
         starts = starts.at[:, 1:].set(segment_ids[:, 1:] != segment_ids[:, :-1])
@@ -51,6 +52,7 @@ def recurrence(
 
     arrays = (q, v, w, e, r, decay, starts, inside)
     last, out = jax.lax.scan(step, start, (jnp.arange(length), *(jnp.moveaxis(x, 1, 0) for x in arrays)))
+    last = jax.lax.stop_gradient(last) if fault == "last state without gradient" else last
     return jnp.moveaxis(out, 0, 1), last
 
 
@@ -78,6 +80,14 @@ def test_planted_fault_of_a_recurrence_is_found(fault, feature):
     exec(row.code, values)
     out, _ = recurrence(**values["call"], fault=fault)
     assert abs(np.asarray(out) - testing.recurrence_answer(values["call"])["out"]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "fault, feature", [("erase without gradient", "erase"), ("last state without gradient", "beta")]
+)
+def test_missing_gradient_of_a_recurrence_is_found(fault, feature):
+    row = check_recurrence(functools.partial(recurrence, fault=fault), features=feature, cases=1)[feature]
+    assert row.outcome == "wrong" and "the gradient of " + ("erase[0]" if feature == "erase" else "beta") in row.why
 
 
 def test_correct_recurrence_is_right_with_its_gradients():
