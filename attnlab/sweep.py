@@ -120,6 +120,7 @@ def sweep(
 def _trained(points: list[grid.Point], folder: Path, about: dict, **runner) -> tuple[list[dict], dict[str, str]]:
     """Train runs, then print and write their tables; return the records, and the errors of failed runs by name."""
     finished = {point.name for point in points if train.is_finished(point.config, folder / point.name)}
+    training_runs.check_texts(points, finished, folder)
     with training_runs.claimed(folder, MARKER, about) as lock:
         failed = training_runs.Runner(len(points), lock=lock, **runner).train(points, finished, folder)
     return results.report(points, folder, failed), failed

@@ -95,6 +95,7 @@ def part_of(folder, name):
         ),
         ([*VARIANTS, "--tasks=parity"], "config.model.context = 16: 'task:parity' needs 40 or more"),
         ([*VARIANTS, "--match_length=9"], "--match_length=9: it has no effect without match = state"),
+        ([*VARIANTS, "--config.eval.patience=2"], "config.eval.patience = 2: compared runs are equally long"),
     ],
 )
 def test_mistake_prints_one_line_before_anything_starts(tmp_path, capsys, options, message):

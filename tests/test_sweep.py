@@ -18,6 +18,7 @@ import pytest
 import attnlab
 from attnlab import sweep, train
 from attnlab.config import RunConfig
+from attnlab.support.errors import UserError
 from attnlab.sweeping import grid, results, training_runs
 from tests.runs import CONFIG, REPOSITORY, WITHOUT_DROPOUT, contents, records, workers_here
 
@@ -261,3 +262,11 @@ def test_signal_saves_and_stops_all_runs_and_the_same_command_resumes(tmp_path):
     command = [sys.executable, "-m", "attnlab.train", *whole, f"--workdir={tmp_path}/run"]
     subprocess.run(command, env=os.environ | {"XLA_FLAGS": ""}, check=True, capture_output=True)
     assert records(folder / "seed=0") == records(tmp_path / "run")
+
+
+def test_ended_runs_on_another_text_are_refused(finished, tmp_path):
+    (tmp_path / "a.txt").write_text("another text " * 1000)
+    run = next(finished[0].glob("*/config.json")).parent
+    point = grid.Point(run.name, {}, RunConfig().changed({"data.path": str(tmp_path / "a.txt")}))
+    with pytest.raises(UserError, match="was trained on another text .* choose a new --workdir"):
+        training_runs.check_texts([point], {run.name}, run.parent)

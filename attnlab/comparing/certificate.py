@@ -51,7 +51,7 @@ def certify(model: GPT) -> dict:
         if row.outcome not in ("right", "slow")
     ]
     return {
-        "conforms": not wrong if rows else None,
+        "conforms": False if wrong else True if rows and len(rows) == len(layers) else None,
         "worst": max((row.worst for layer_rows in rows.values() for row in layer_rows), default=None),
         "features": features,
         "wrong": wrong,

@@ -288,6 +288,8 @@ def parts(
         raise ArgumentError("tasks", [*tasks], "cannot be combined with config.data.name: remove one")
     if config.checkpoint.dir:
         raise UserError(f"config.checkpoint.dir = {config.checkpoint.dir}: runs cannot share it: remove it")
+    if config.eval.patience:
+        raise UserError(f"config.eval.patience = {config.eval.patience}: compared runs are equally long: remove it")
     if match not in table.COSTS:
         raise ArgumentError("match", match, f"expected one of {', '.join(variants_.SIZES)}, or None")
     if match_length is not None and match != "state":
@@ -377,6 +379,7 @@ def _compare(comparison: TaskComparison, runner: training_runs.Runner, command: 
     final = {variant.name: protocol.final(variant, rates[variant.name].chosen) for variant in variants}
     failed |= _train([point for points in final.values() for point in points], folder, runner)
     finished = _finished(final, folder, failed)
+    _check_precision(final, folder)
     trained = [points[0].config for points in final.values()]
     measured, raced = measuring.measure(finished, folder, runner, trained)
     speeds = {name: raced.speeds[runs[0].name] for name, runs in finished.items()} if raced else {}
@@ -425,8 +428,19 @@ def _replicate(comparison: TaskComparison, final, measured) -> list[page.Section
     return [section]
 
 
+def _check_precision(final, folder: Path) -> None:
+    """Raise UserError if "auto" was bfloat16 for some runs and float32 for others, as on another machine."""
+    workdirs = [
+        folder / point.name for points in final.values() for point in points if point.config.precision == "auto"
+    ]
+    kinds = {read_config(workdir)["precision"] for workdir in workdirs if (workdir / "config.json").exists()}
+    if len(kinds) > 1:
+        raise UserError(f"{folder} has runs in {' and '.join(sorted(kinds))}: set config.precision in a new --workdir")
+
+
 def _train(points, folder: Path, runner: training_runs.Runner) -> dict[str, str]:
     ended = {point.name for point in points if protocols.has_ended(point, folder)}
+    training_runs.check_texts(points, ended, folder)
     failed = runner.train(points, ended, folder)
     return {name: error for name, error in failed.items() if not protocols.diverged(folder / name)}
 

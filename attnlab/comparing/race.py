@@ -144,10 +144,7 @@ def at_equal_time(workdirs: Sequence[Sequence[Path]], speeds: Sequence[Sequence[
       speeds in a round lead to different verdicts, and None for the first variant or without speeds.
     """
     curves = [[protocols.curve(workdir) for workdir in variant_workdirs] for variant_workdirs in workdirs]
-    chance = [
-        [protocols.result(w) if protocols.diverged(w) else None for w in variant_workdirs]
-        for variant_workdirs in workdirs
-    ]
+    chance = [[_constant(workdir) for workdir in variant_workdirs] for variant_workdirs in workdirs]
     medians, verdicts = list(map(np.median, speeds)), [None]
     for n in range(1, len(workdirs)):
         ratios, outcomes = np.divide(speeds[n], speeds[0]), set()
@@ -157,6 +154,12 @@ def at_equal_time(workdirs: Sequence[Sequence[Path]], speeds: Sequence[Sequence[
         verdict = outcomes.pop() if len(outcomes) == 1 else statistics.OPEN
         verdicts.append(None if np.isnan(ratios).any() else verdict)
     return _losses_after(curves, chance, medians), verdicts
+
+
+def _constant(workdir: Path) -> float | None:
+    """The loss of a run without a whole curve: chance level if it diverged, NaN if it is unfinished; otherwise None."""
+    loss = protocols.result(workdir)
+    return loss if protocols.diverged(workdir) or math.isnan(loss) else None
 
 
 def _losses_after(curves, chance, speeds: Sequence[float]) -> np.ndarray:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from absl import flags
 
 from attnlab.support import paths, workers
-from attnlab.support.errors import ArgumentError
+from attnlab.support.errors import ArgumentError, UserError
 from attnlab.sweeping import together
 from attnlab.sweeping.grid import Point
 
@@ -41,6 +41,21 @@ def checked(jobs: int, together_: int | str) -> dict[str, Any]:
     if value != together.AUTO and not (value.isdecimal() and int(value)):
         raise ArgumentError("together", together_, "expected auto, or the number of runs, 1 or more")
     return {"jobs": jobs, "together": value}
+
+
+def check_texts(points: Sequence[Point], ended: Set[str], folder: Path) -> None:
+    """Raise UserError if an ended run, which is not trained again, had another text than its config has now."""
+    from attnlab.training import text, workdir  # takes seconds
+
+    sha256 = functools.cache(text.sha256)
+    for point in points:
+        if point.name in ended:
+            saved = workdir.read_config(folder / point.name)["corpus"]["sha256"]
+            if saved != (now := sha256(point.config.data)):
+                raise UserError(
+                    f"{folder / point.name} was trained on another text (sha256 {saved[:12]}…, now {now[:12]}…): "
+                    "restore the text, or choose a new --workdir"
+                )
 
 
 def go_together(together_: int | str, jobs: int) -> bool:

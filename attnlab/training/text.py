@@ -61,9 +61,8 @@ def load(
     if task := named.parse(config.data.name):
         return _of_task(task, config, share)
     data, previous_run, quiet = config.data, workdir.previous_run, jax.process_index() > 0
-    fields = {name: getattr(data, name) for name in ("name", "path", "feature", "validation_fraction", "mixture")}
     say(f"reading {data.path or data.mixture or data.name}")
-    corpus = corpora.load(**fields, quiet=quiet)
+    corpus = _corpus(data, quiet)
     if previous_run and previous_run["corpus"]["sha256"] != corpus.sha256:
         raise UserError(
             f"{workdir} was trained on a different text (sha256 {previous_run['corpus']['sha256'][:12]}…, now "
@@ -98,12 +97,27 @@ def load(
     )
 
 
+def sha256(data: Data) -> str:
+    """The digest of a text or task, as `config.json` has it."""
+    task = named.parse(data.name)
+    return _sha256_of(task) if task else _corpus(data, quiet=True).sha256
+
+
+def _corpus(data: Data, quiet: bool):
+    fields = {name: getattr(data, name) for name in ("name", "path", "feature", "validation_fraction", "mixture")}
+    return corpora.load(**fields, quiet=quiet)
+
+
+def _sha256_of(task: named.Task) -> str:
+    return hashlib.sha256(repr(task).encode()).hexdigest()
+
+
 def _of_task(task: named.Task, config: RunConfig, share: tuple[int, int]) -> Text:
     options = {"context": config.model.context, "process_index": share[0], "process_count": share[1]}
     train = TaskBatches(task, batch_size=config.batch_size, seed=config.seed, **options)
     size = config.batch_size // config.optimizer.accumulation
     held_out = HeldOutBatches(task, batch_size=size, windows=config.eval.windows, part=config.eval.part, **options)
-    corpus = {"name": config.data.name, "sha256": hashlib.sha256(repr(task).encode()).hexdigest(), "characters": 0}
+    corpus = {"name": config.data.name, "sha256": _sha256_of(task), "characters": 0}
     tokenizer = tokenizers.CharTokenizer(task.alphabet)
     return Text(corpus, tokenizer, train, held_out, f"fresh sequences, chance {task.chance:.3g}", {})
 

@@ -63,6 +63,7 @@ def test_model_without_a_specification_has_no_verdict(kind, tmp_path):
     custom.import_file(tmp_path / "mine.py")
     result = certificate.certify(model(kind))
     assert (result["conforms"], result["worst"]) == (None, None)
+    assert certificate.certify(model(f"{kind} attention"))["conforms"] is None
 
 
 def test_table_shows_the_largest_error_or_no():

@@ -169,9 +169,21 @@ def test_verdict_at_equal_time_holds_in_every_round_of_the_race(tmp_path, speeds
     workdirs = [[tmp_path / f"{name}{seed}" for seed in range(3)] for name in "ab"]
     for n, folders in enumerate(workdirs):
         for seed, folder in enumerate(folders):
-            run(folder, *(validated(step, 3 + seed / 100 - step / (10 + 6 * n)) for step in range(1, 10)))
+            losses = [3 + seed / 100 - step / (10 + 6 * n) for step in range(1, 10)]
+            run(folder, *(validated(step, loss) for step, loss in enumerate(losses, 1)), final(losses[-1]))
     _, (first, second) = race.at_equal_time(workdirs, [[20.0] * 3, speeds or [math.nan]])
     assert (first, second) == (None, verdict)
+
+
+def test_unfinished_run_does_not_shorten_equal_time(tmp_path):
+    workdirs = [[tmp_path / f"{name}{seed}" for seed in range(4)] for name in "ab"]
+    for n, folders in enumerate(workdirs):
+        for seed, folder in enumerate(folders):
+            losses = [3 + seed / 100 - step / 10 - n * (step > 5) for step in range(1, 10)]
+            records = [*(validated(step, loss) for step, loss in enumerate(losses, 1)), final(losses[-1])]
+            run(folder, *records[: 2 if (n, seed) == (1, 3) else None])  # the last run failed early
+    losses, verdicts = race.at_equal_time(workdirs, [[20.0] * 3] * 2)
+    assert verdicts == [None, "better"] and np.isnan(losses).tolist() == [[False] * 4, [False] * 3 + [True]]
 
 
 @pytest.mark.parametrize(
