@@ -56,8 +56,8 @@ def check_attention(
       a `Report`: each feature is right, wrong (with the smallest failing call), ignored, refused or slow.
 
     Raises:
-      ValueError: an unknown feature, no feature, fewer than one case, a shape with unequal lengths, a function
-        that is not callable, or an adapter that returns no keyword arguments.
+      ValueError: an unknown feature, no feature, fewer than one case, a function that is not callable, or an adapter
+        that returns no keyword arguments.
 
     >>> report = check_attention(attention, features=["causal", "sinks"], cases=4, gradients=False)
     >>> report["causal"].outcome, report["sinks"].outcome
@@ -65,8 +65,6 @@ def check_attention(
     """
     if not callable(function):
         raise ValueError(f"function is {function!r}: expected a function of attention")
-    if unequal := [shape for shape in shapes if shape.q_length != shape.kv_length]:
-        raise ValueError(f"shapes has {unequal[0]}: expected q_length = kv_length, some features shorten the queries")
     subject = Subject(_outputs(function, adapter or as_attnlab))
     code = functools.partial(code_of, function=function, adapter=adapter or as_attnlab)
     operator = Operator(drawn.draw, _judge, code, SMALL, _is_slow)
