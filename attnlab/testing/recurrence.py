@@ -219,7 +219,7 @@ def _code(case: Case, why: str, gradients: bool) -> str:
 
 
 def _judge(subject: Subject, case: Case, actual: dict) -> Finding:
-    d_state = case.d_lse if "state" in actual else None
+    d_state = case.d_lse if "state" in actual else None  # a case has room for the weights of one second result
 
     def answers(case):
         return [recurrence_answer(case.call, case.d_out, dtype, d_state) for dtype in (np.float64, np.float32)]

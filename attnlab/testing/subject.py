@@ -121,6 +121,7 @@ class Subject:
         try:
             results = self._compiled[transform, gradients](case.call, floating, weights)
         except _NEEDS_VALUES:
+            floating.pop("score_mods", None)  # its values, too, at the price of its gradient
             run = functools.partial(_results, self.outputs, transform, gradients, case.call)
             results = jax.jit(run)(floating, weights)
         self.types = {name: x.dtype for name, x in results.items()}

@@ -95,6 +95,13 @@ def test_function_without_an_argument_refuses_with_its_message():
     assert "mask" in report["causal"].why and report.ok
 
 
+def test_adapter_that_reads_the_values_of_slopes_is_checked():
+    def adapter(call):
+        return testing.as_attnlab(call) | {"score_mod": attnlab.score_mods.ALiBi(np.asarray(call.score_mods[0].slopes))}
+
+    assert check_attention(attnlab.attention, adapter, ["ALiBi"], cases=1, shapes=SMALL)["ALiBi"].outcome == "right"
+
+
 def test_adapter_that_cannot_express_a_call_refuses():
     def adapter(call):
         if call.sinks is not None:
